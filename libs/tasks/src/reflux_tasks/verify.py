@@ -1,0 +1,54 @@
+"""What a verifier is: a pure function from a problem's truth and some answers to grades."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+Fidelity = Literal["rule", "surrogate", "full"]
+Outcome = Literal["scored", "invalid"]
+Answer = str | Sequence[str]
+
+
+class VerifierUnavailable(RuntimeError):
+    """The machine lacks something that a verifier needs; the message says what and how to get it."""
+
+
+class VerificationError(RuntimeError):
+    """A verifier could not reach a verdict (a crash or a limit of its tool): the reward is unknown, never 0."""
+
+
+@dataclass(frozen=True)
+class Grade:
+    """Verdict on one answer. `reward` is finite; an `invalid` answer (not parsable) has reward 0."""
+
+    outcome: Outcome
+    reward: float
+    detail: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Verifier(ABC):
+    """Grades answers to one problem; equal inputs give equal grades on every machine.
+
+    `grade` takes the payload of `Task.truth` (JSON types only) and the answers of a whole group, as text (words separated
+    by white space, end word included) or as lists of words. It returns one Grade per answer in the same order. It raises
+    ValueError for a payload that its task did not make, VerifierUnavailable when the machine lacks a tool, and
+    VerificationError when a tool failed; no answer of a model ever makes it raise anything else.
+    """
+
+    name: ClassVar[str]
+    version: ClassVar[str]
+    """Part of the key of the result cache: changes whenever a grade could."""
+    fidelity: ClassVar[Fidelity]
+    trusted: ClassVar[bool]
+    """True when an answer is only data to it, so that one child may grade a whole group."""
+    cost_seconds: ClassVar[float]
+    """Typical CPU seconds per answer on one core, for scheduling and deadlines."""
+
+    @abstractmethod
+    def grade(self, payload: Mapping[str, Any], answers: Sequence[Answer]) -> list[Grade]: ...
+
+
+def answer_words(answer: Answer) -> list[str]:
+    """The words of an answer given as text or as words."""
+    return answer.split() if isinstance(answer, str) else list(answer)
