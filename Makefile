@@ -1,0 +1,39 @@
+# The same words everywhere: docs/commands.md explains each.
+SHELL := bash
+VENV := .venv
+PY := $(VENV)/bin/python
+STUBS := libs/protos/src
+export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
+export OMP_NUM_THREADS ?= 1
+export HF_HUB_OFFLINE := 1
+
+.PHONY: setup demo demo-seeds test soak check protos format bench clean
+
+setup: $(VENV)/.ready
+
+$(VENV)/.ready: constraints.txt $(wildcard libs/*/pyproject.toml services/*/pyproject.toml) deploy/setup.sh
+	@bash deploy/setup.sh $(VENV)
+
+demo: setup
+	@reflux demo
+
+demo-seeds: setup
+	@reflux demo-seeds --write-readme
+
+test: setup
+	@$(PY) -m pytest
+
+soak: setup
+	@$(PY) -m pytest -m "slow or not slow"
+
+check: setup
+	@bash deploy/check.sh
+
+protos:
+	@bash deploy/protos.sh $(STUBS)
+
+format: setup
+	@ruff format . && ruff check --fix .
+
+clean:
+	rm -rf $(VENV) runs .reflux

@@ -1,0 +1,54 @@
+"""Redis client with bounded waits: a restart of the server is ridden out, an absent one is an error with its address."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from urllib.parse import urlsplit
+
+import redis.asyncio
+from redis.asyncio.retry import Retry
+from redis.backoff import ExponentialBackoff
+from redis.exceptions import AuthenticationError, RedisError
+
+from reflux_kit.errors import StartupError
+
+_RETRIES = 20
+_ERRORS = [redis.ConnectionError, redis.TimeoutError, redis.BusyLoadingError]
+
+
+@asynccontextmanager
+async def open_redis(url: str, *, retries: int = _RETRIES) -> AsyncIterator[redis.asyncio.Redis]:
+    """Yields a client after one successful PING. Commands wait up to about 15 s for a server that restarts.
+
+    A command may run twice when the connection breaks after the server has done it: writes must be idempotent.
+    """
+    client = redis.asyncio.from_url(
+        url,
+        decode_responses=False,
+        socket_timeout=15,
+        socket_connect_timeout=2,
+        retry=Retry(ExponentialBackoff(cap=1.0, base=0.05), retries),
+        retry_on_error=_ERRORS,
+        max_connections=64,
+    )
+    probe = redis.asyncio.from_url(
+        url, socket_connect_timeout=2, socket_timeout=5, retry=Retry(ExponentialBackoff(0.5, 0.05), 3)
+    )
+    try:
+        await probe.ping()
+    except (RedisError, OSError) as error:
+        await client.aclose()
+        detail = "wrong password" if isinstance(error, AuthenticationError) else type(error).__name__
+        raise StartupError(
+            f"Redis at {_without_password(url)} does not answer ({detail}); set REFLUX_REDIS_URL"
+        ) from None
+    finally:
+        await probe.aclose()
+    try:
+        yield client
+    finally:
+        await client.aclose()
+
+
+def _without_password(url: str) -> str:
+    parts = urlsplit(url)
+    return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
