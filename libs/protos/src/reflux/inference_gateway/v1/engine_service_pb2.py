@@ -26,7 +26,7 @@ from reflux.common.v1 import common_pb2 as reflux_dot_common_dot_v1_dot_common__
 from reflux.inference_gateway.v1 import replica_pb2 as reflux_dot_inference__gateway_dot_v1_dot_replica__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n0reflux/inference_gateway/v1/engine_service.proto\x12\x1breflux.inference_gateway.v1\x1a\x1dreflux/common/v1/common.proto\x1a)reflux/inference_gateway/v1/replica.proto\"\x88\x01\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\r\x12\x13\n\x0bnum_samples\x18\x03 \x01(\r\x12\x32\n\x08sampling\x18\x04 \x01(\x0b\x32 .reflux.common.v1.SamplingParams\"<\n\x10GenerateResponse\x12(\n\x06sample\x18\x01 \x01(\x0b\x32\x18.reflux.common.v1.Sample\"+\n\x14\x41\x62ortRequestsRequest\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t\",\n\x15\x41\x62ortRequestsResponse\x12\x13\n\x0b\x61\x62orted_ids\x18\x01 \x03(\t\"\x12\n\x10GetStatusRequest\"J\n\x11GetStatusResponse\x12\x35\n\x07replica\x18\x01 \x01(\x0b\x32$.reflux.inference_gateway.v1.Replica2\xde\x02\n\rEngineService\x12i\n\x08Generate\x12,.reflux.inference_gateway.v1.GenerateRequest\x1a-.reflux.inference_gateway.v1.GenerateResponse0\x01\x12v\n\rAbortRequests\x12\x31.reflux.inference_gateway.v1.AbortRequestsRequest\x1a\x32.reflux.inference_gateway.v1.AbortRequestsResponse\x12j\n\tGetStatus\x12-.reflux.inference_gateway.v1.GetStatusRequest\x1a..reflux.inference_gateway.v1.GetStatusResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n0reflux/inference_gateway/v1/engine_service.proto\x12\x1breflux.inference_gateway.v1\x1a\x1dreflux/common/v1/common.proto\x1a)reflux/inference_gateway/v1/replica.proto\"\x9d\x01\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\r\x12\x13\n\x0bnum_samples\x18\x03 \x01(\r\x12\x32\n\x08sampling\x18\x04 \x01(\x0b\x32 .reflux.common.v1.SamplingParams\x12\x13\n\x0bwhole_group\x18\x05 \x01(\x08\"=\n\x10GenerateResponse\x12)\n\x07samples\x18\x01 \x03(\x0b\x32\x18.reflux.common.v1.Sample\"+\n\x14\x41\x62ortRequestsRequest\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t\",\n\x15\x41\x62ortRequestsResponse\x12\x13\n\x0b\x61\x62orted_ids\x18\x01 \x03(\t\"\x12\n\x10GetStatusRequest\"J\n\x11GetStatusResponse\x12\x35\n\x07replica\x18\x01 \x01(\x0b\x32$.reflux.inference_gateway.v1.Replica2\xde\x02\n\rEngineService\x12i\n\x08Generate\x12,.reflux.inference_gateway.v1.GenerateRequest\x1a-.reflux.inference_gateway.v1.GenerateResponse0\x01\x12v\n\rAbortRequests\x12\x31.reflux.inference_gateway.v1.AbortRequestsRequest\x1a\x32.reflux.inference_gateway.v1.AbortRequestsResponse\x12j\n\tGetStatus\x12-.reflux.inference_gateway.v1.GetStatusRequest\x1a..reflux.inference_gateway.v1.GetStatusResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,17 +34,17 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'reflux.inference_gateway.v1
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_GENERATEREQUEST']._serialized_start=156
-  _globals['_GENERATEREQUEST']._serialized_end=292
-  _globals['_GENERATERESPONSE']._serialized_start=294
-  _globals['_GENERATERESPONSE']._serialized_end=354
-  _globals['_ABORTREQUESTSREQUEST']._serialized_start=356
-  _globals['_ABORTREQUESTSREQUEST']._serialized_end=399
-  _globals['_ABORTREQUESTSRESPONSE']._serialized_start=401
-  _globals['_ABORTREQUESTSRESPONSE']._serialized_end=445
-  _globals['_GETSTATUSREQUEST']._serialized_start=447
-  _globals['_GETSTATUSREQUEST']._serialized_end=465
-  _globals['_GETSTATUSRESPONSE']._serialized_start=467
-  _globals['_GETSTATUSRESPONSE']._serialized_end=541
-  _globals['_ENGINESERVICE']._serialized_start=544
-  _globals['_ENGINESERVICE']._serialized_end=894
+  _globals['_GENERATEREQUEST']._serialized_end=313
+  _globals['_GENERATERESPONSE']._serialized_start=315
+  _globals['_GENERATERESPONSE']._serialized_end=376
+  _globals['_ABORTREQUESTSREQUEST']._serialized_start=378
+  _globals['_ABORTREQUESTSREQUEST']._serialized_end=421
+  _globals['_ABORTREQUESTSRESPONSE']._serialized_start=423
+  _globals['_ABORTREQUESTSRESPONSE']._serialized_end=467
+  _globals['_GETSTATUSREQUEST']._serialized_start=469
+  _globals['_GETSTATUSREQUEST']._serialized_end=487
+  _globals['_GETSTATUSRESPONSE']._serialized_start=489
+  _globals['_GETSTATUSRESPONSE']._serialized_end=563
+  _globals['_ENGINESERVICE']._serialized_start=566
+  _globals['_ENGINESERVICE']._serialized_end=916
 # @@protoc_insertion_point(module_scope)

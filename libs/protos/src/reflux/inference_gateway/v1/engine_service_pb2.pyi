@@ -30,10 +30,13 @@ class GenerateRequest(_message.Message):
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     NUM_SAMPLES_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
+    WHOLE_GROUP_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Id for AbortRequests and traces."""
     num_samples: _builtins.int
     """Number of samples."""
+    whole_group: _builtins.bool
+    """Answer with one message when every sample is finished."""
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Prompt as token ids."""
@@ -49,10 +52,11 @@ class GenerateRequest(_message.Message):
         prompt_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         num_samples: _builtins.int = ...,
         sampling: _common_pb2.SamplingParams | None = ...,
+        whole_group: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_samples", b"num_samples", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_samples", b"num_samples", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "whole_group", b"whole_group"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -60,23 +64,23 @@ Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
 
 @_typing.final
 class GenerateResponse(_message.Message):
-    """One finished sample."""
+    """Finished samples."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    SAMPLE_FIELD_NUMBER: _builtins.int
+    SAMPLES_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def sample(self) -> _common_pb2.Sample:
-        """The sample."""
+    def samples(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Sample]:
+        """All samples that finished since the last message; with `whole_group` all samples of the group."""
 
     def __init__(
         self,
         *,
-        sample: _common_pb2.Sample | None = ...,
+        samples: _abc.Iterable[_common_pb2.Sample] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["sample", b"sample"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["sample", b"sample"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["samples", b"samples"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -32,6 +32,7 @@ class GenerateGroupRequest(_message.Message):
     NUM_SAMPLES_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
     MIN_VERSION_FIELD_NUMBER: _builtins.int
+    WHOLE_GROUP_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Client-chosen id, for Abort and traces."""
     model_id: _builtins.str
@@ -40,6 +41,8 @@ class GenerateGroupRequest(_message.Message):
     """Number of samples, 1 to 1024."""
     min_version: _builtins.int
     """Wait for a replica with at least this weight version; 0 takes any."""
+    whole_group: _builtins.bool
+    """Answer with one message that holds all samples in `samples`: the cheapest way for callers that need the whole group."""
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Prompt as token ids."""
@@ -57,10 +60,11 @@ class GenerateGroupRequest(_message.Message):
         num_samples: _builtins.int = ...,
         sampling: _common_pb2.SamplingParams | None = ...,
         min_version: _builtins.int = ...,
+        whole_group: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["min_version", b"min_version", "model_id", b"model_id", "num_samples", b"num_samples", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["min_version", b"min_version", "model_id", b"model_id", "num_samples", b"num_samples", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "whole_group", b"whole_group"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -68,27 +72,33 @@ Global___GenerateGroupRequest: _TypeAlias = GenerateGroupRequest  # noqa: Y015
 
 @_typing.final
 class GenerateGroupResponse(_message.Message):
-    """One finished sample."""
+    """One finished sample, or the whole group."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     SAMPLE_FIELD_NUMBER: _builtins.int
     REPLICA_FIELD_NUMBER: _builtins.int
+    SAMPLES_FIELD_NUMBER: _builtins.int
     replica: _builtins.str
     """Replica that made it."""
     @_builtins.property
     def sample(self) -> _common_pb2.Sample:
-        """The sample."""
+        """The sample; unset with `whole_group`."""
+
+    @_builtins.property
+    def samples(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Sample]:
+        """All samples by index, with `whole_group` only."""
 
     def __init__(
         self,
         *,
         sample: _common_pb2.Sample | None = ...,
         replica: _builtins.str = ...,
+        samples: _abc.Iterable[_common_pb2.Sample] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sample", b"sample"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["replica", b"replica", "sample", b"sample"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["replica", b"replica", "sample", b"sample", "samples", b"samples"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
