@@ -1,0 +1,1 @@
+"""Topology-aware gang scheduler and the agent that runs its roles."""
