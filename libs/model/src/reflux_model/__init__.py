@@ -1,0 +1,1 @@
+"""The model code that learner and torch engine share: one functional forward over named tensors."""

@@ -1,0 +1,98 @@
+"""Prefill and decoding without gradients: the two calls that an engine makes.
+
+A batch scheduler uses them like this:
+
+    prefilled = prefill(params, config, tokens_BL, lengths_B)           # once per prompt
+    cache.insert(prefilled.kv, rows, slots)                             # row -> one slot per sample
+    tokens_B = sample(prefilled.logits_BV[rows], ...).tokens_B          # position lengths_B[row] of each sample
+    logits_BV = decode_step(params, config, tokens_B, cache, positions_B)
+
+Position of a token = its index in the sequence (prompt + completion), from 0. `params` is read at each call and never
+kept, so new weights take effect by passing another dictionary; after that, running sequences may be prefilled again
+under the new weights (prompt + tokens so far as one row of `tokens_BL`) or go on with the old keys and values.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from reflux_model.cache import PrefixKV, SlotCache
+from reflux_model.config import ModelConfig
+from reflux_model.layers import additive_mask, attend, embed, project_to_vocab, rotary_tables, run_layers
+from reflux_model.parameters import Parameters
+
+
+@dataclass(frozen=True)
+class Prefilled:
+    """Result of `prefill`: the logits after each row's last token, and the keys and values of all its tokens."""
+
+    logits_BV: Tensor
+    kv: PrefixKV
+
+
+@torch.inference_mode()
+def prefill(params: Parameters, config: ModelConfig, tokens_BL: Tensor, lengths_B: Tensor | None = None) -> Prefilled:
+    """Runs whole sequences from position 0.
+
+    `tokens_BL` is int64 and padded on the right with any valid id; `lengths_B` (int64, all >= 1) counts the real
+    tokens, None means that all L are. Padding does not change the result of a row. Raises ValueError for an empty sequence.
+    """
+    rows, length = tokens_BL.shape
+    if length == 0 or (lengths_B is not None and int(lengths_B.min()) < 1):
+        raise ValueError("prefill needs at least one token per row")
+    device = tokens_BL.device
+    lengths = torch.full((rows,), length, device=device) if lengths_B is None else lengths_B
+    dtype = params["model.embed_tokens.weight"].dtype
+    shape = (config.num_layers, rows, config.num_kv_heads, length, config.head_size)
+    keys = torch.empty(shape, dtype=dtype, device=device)
+    values = torch.empty(shape, dtype=dtype, device=device)
+    positions = torch.arange(length, device=device)
+    mask = additive_mask(positions[None, :] <= positions[:, None], dtype)
+
+    def causal(layer: int, queries: Tensor, new_keys: Tensor, new_values: Tensor) -> Tensor:
+        keys[layer] = new_keys.transpose(1, 2)
+        values[layer] = new_values.transpose(1, 2)
+        return attend(queries, keys[layer], values[layer], mask)
+
+    hidden = run_layers(params, config, embed(params, tokens_BL), rotary_tables(config, positions[None], dtype), causal)
+    last = hidden[torch.arange(rows, device=device), lengths - 1]
+    return Prefilled(project_to_vocab(params, last), PrefixKV(keys, values, lengths))
+
+
+@torch.inference_mode()
+def decode_step(
+    params: Parameters,
+    config: ModelConfig,
+    tokens_B: Tensor,
+    cache: SlotCache,
+    positions_B: Tensor,
+    slots_B: Tensor | None = None,
+) -> Tensor:
+    """Feeds one token per row and returns the logits_BV of the next one.
+
+    Row b writes its key and value at `positions_B[b]` (the index of `tokens_B[b]` in its sequence, < cache.max_length)
+    of its slot and attends to positions 0..positions_B[b]. Rows may have different positions. Without `slots_B`, row b is
+    slot b, which avoids a copy of the cache per layer: keep the batch dense with `SlotCache.move`. With `slots_B`
+    (distinct) any slots may be used. All tensors are int64. Raises ValueError when a row does not fit.
+    """
+    rows = tokens_B.shape[0]
+    span = int(positions_B.max()) + 1 if rows else 0
+    if span > cache.max_length or rows > cache.num_slots:
+        raise ValueError(f"{rows} rows of {span} positions do not fit {cache.num_slots} slots of {cache.max_length}")
+    slots = torch.arange(rows, device=tokens_B.device) if slots_B is None else slots_B
+    dtype = cache.keys.dtype
+    allowed = torch.arange(span, device=tokens_B.device)[None, :] <= positions_B[:, None]
+    mask = None if bool(allowed.all()) else additive_mask(allowed, dtype)[:, None, None, :]
+
+    def cached(layer: int, queries: Tensor, new_keys: Tensor, new_values: Tensor) -> Tensor:
+        keys, values = cache.keys[layer], cache.values[layer]
+        keys[slots, :, positions_B] = new_keys[:, 0]
+        values[slots, :, positions_B] = new_values[:, 0]
+        if slots_B is None:
+            return attend(queries, keys[:rows, :, :span], values[:rows, :, :span], mask)
+        return attend(queries, keys[:, :, :span][slots], values[:, :, :span][slots], mask)
+
+    rope = rotary_tables(config, positions_B[:, None], dtype)
+    hidden = run_layers(params, config, embed(params, tokens_B[:, None]), rope, cached)
+    return project_to_vocab(params, hidden[:, 0])

@@ -1,0 +1,117 @@
+"""Continuous batching: rows come and go, and no row notices."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from reflux_model.cache import SlotCache
+from reflux_model.config import ModelConfig
+from reflux_model.generation import generate
+from reflux_model.inference import decode_step, prefill
+from reflux_model.parameters import initial_parameters
+from reflux_model.sampling import SamplingParams
+from reflux_model.training import logprobs
+
+torch.set_num_threads(1)
+
+CONFIG = ModelConfig(
+    vocab_size=23,
+    hidden_size=16,
+    intermediate_size=24,
+    num_layers=2,
+    num_heads=2,
+    num_kv_heads=1,
+    head_size=8,
+    max_positions=64,
+)
+PARAMS = initial_parameters(CONFIG, seed=1, std=0.3)
+END = 1
+
+
+def _alone(prompt: list[int], seed: int) -> list[int]:
+    sampling = SamplingParams.uniform([seed])
+    return generate(PARAMS, CONFIG, [prompt], sampling, max_new_tokens=6, end_token=END)[0].tokens
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    prompts=st.lists(st.lists(st.integers(2, 22), min_size=1, max_size=6), min_size=1, max_size=4),
+    group_size=st.integers(1, 3),
+    first_seed=st.integers(0, 10_000),
+)
+def test_a_request_gets_the_same_tokens_in_any_batch(
+    prompts: list[list[int]], group_size: int, first_seed: int
+) -> None:
+    seeds = [first_seed + index for index in range(len(prompts) * group_size)]
+    batch = generate(
+        PARAMS,
+        CONFIG,
+        prompts,
+        SamplingParams.uniform(seeds),
+        group_size=group_size,
+        max_new_tokens=6,
+        end_token=END,
+    )
+    for index, completion in enumerate(batch):
+        assert completion.tokens == _alone(prompts[index // group_size], seeds[index])
+        assert completion.finished == (completion.tokens[-1] == END)
+
+
+def test_sampled_logprobs_agree_with_the_training_path() -> None:
+    prompts = [[3, 4, 5, 6, 7], [8, 9]]
+    sampling = SamplingParams.uniform(list(range(8)))
+    batch = generate(PARAMS, CONFIG, prompts, sampling, group_size=4, max_new_tokens=6, end_token=END)
+    groups = [[completion.tokens for completion in batch[start : start + 4]] for start in (0, 4)]
+    recomputed = logprobs(PARAMS, CONFIG, prompts, groups)
+    for completion, expected in zip(batch, recomputed, strict=True):
+        torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=1e-5, rtol=0)
+
+
+def test_a_row_is_blind_to_what_a_slot_held_before() -> None:
+    cache = SlotCache(CONFIG, num_slots=2, max_length=12)
+    first = prefill(PARAMS, CONFIG, torch.tensor([[2, 3, 4, 5, 6, 7, 8]]))
+    cache.insert(first.kv, torch.tensor([0]), torch.tensor([1]))
+    for position in range(7, 12):
+        decode_step(PARAMS, CONFIG, torch.tensor([9]), cache, torch.tensor([position]), torch.tensor([1]))
+    second = prefill(PARAMS, CONFIG, torch.tensor([[10, 11, 12]]))
+    cache.insert(second.kv, torch.tensor([0]), torch.tensor([1]))
+    used = decode_step(PARAMS, CONFIG, torch.tensor([13]), cache, torch.tensor([3]), torch.tensor([1]))
+    clean = SlotCache(CONFIG, num_slots=1, max_length=12)
+    clean.insert(second.kv, torch.tensor([0]), torch.tensor([0]))
+    fresh = decode_step(PARAMS, CONFIG, torch.tensor([13]), clean, torch.tensor([3]))
+    torch.testing.assert_close(used, fresh, atol=1e-6, rtol=0)
+
+
+def test_a_sequence_goes_on_in_another_cache_after_hand_over() -> None:
+    source = SlotCache(CONFIG, num_slots=3, max_length=10)
+    prefilled = prefill(PARAMS, CONFIG, torch.tensor([[2, 3, 4, 0], [5, 6, 7, 8]]), torch.tensor([3, 4]))
+    source.insert(prefilled.kv, torch.tensor([0]), torch.tensor([2]))
+    expected = decode_step(PARAMS, CONFIG, torch.tensor([9]), source, torch.tensor([3]), torch.tensor([2]))
+    for handed in (prefilled.kv.row(0), source.extract(2, 3)):
+        target = SlotCache(CONFIG, num_slots=1, max_length=8)
+        target.insert(handed, torch.tensor([0]), torch.tensor([0]))
+        got = decode_step(PARAMS, CONFIG, torch.tensor([9]), target, torch.tensor([3]))
+        torch.testing.assert_close(got, expected, atol=1e-6, rtol=0)
+
+
+def test_prefilling_again_after_a_swap_equals_decoding() -> None:
+    prompt, tail = [2, 3, 4], [9, 10, 11]
+    cache = SlotCache(CONFIG, num_slots=1, max_length=8)
+    cache.insert(prefill(PARAMS, CONFIG, torch.tensor([prompt])).kv, torch.tensor([0]), torch.tensor([0]))
+    for offset, token in enumerate(tail):
+        logits = decode_step(PARAMS, CONFIG, torch.tensor([token]), cache, torch.tensor([3 + offset]))
+    again = prefill(PARAMS, CONFIG, torch.tensor([prompt + tail])).logits_BV
+    torch.testing.assert_close(again, logits, atol=1e-5, rtol=0)
+
+
+def test_what_does_not_fit_is_refused_by_name() -> None:
+    cache = SlotCache(CONFIG, num_slots=1, max_length=4)
+    with pytest.raises(ValueError, match="1 rows of 5 positions"):
+        decode_step(PARAMS, CONFIG, torch.tensor([2]), cache, torch.tensor([4]))
+    with pytest.raises(ValueError, match="prefix of 5 positions"):
+        cache.insert(prefill(PARAMS, CONFIG, torch.tensor([[2] * 5])).kv, torch.tensor([0]), torch.tensor([0]))
+    with pytest.raises(ValueError, match="at least one token"):
+        prefill(PARAMS, CONFIG, torch.tensor([[2, 3]]), torch.tensor([0]))
+    with pytest.raises(ValueError, match="needs slots"):
+        SlotCache(CONFIG, num_slots=0, max_length=4)
