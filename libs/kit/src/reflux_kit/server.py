@@ -42,6 +42,8 @@ class Service:
 
     mounts: tuple[Mount, ...]
     http: web.Application | None = None
+    attend: "Callable[[Bound], AbstractAsyncContextManager[object]] | None" = None
+    """Entered when the addresses are bound, left before they close: registration of a process that binds port 0."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,10 @@ async def running(service: Service, settings: ServiceSettings) -> AsyncIterator[
             raise StartupError(f"{address} is beyond loopback: set REFLUX_STACK_SECRET or listen on 127.0.0.1")
     async with AsyncExitStack() as stack:
         http = await stack.enter_async_context(_http(service, settings)) if settings.http_listen else ""
-        yield Bound(await stack.enter_async_context(_grpc(service, settings)), http)
+        bound = Bound(await stack.enter_async_context(_grpc(service, settings)), http)
+        if service.attend is not None:
+            await stack.enter_async_context(service.attend(bound))
+        yield bound
 
 
 @asynccontextmanager

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from reflux.common.v1 import common_pb2 as reflux_dot_common_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dreflux/scheduler/v1/job.proto\x12\x13reflux.scheduler.v1\x1a\x1dreflux/common/v1/common.proto\"\xc9\x03\n\x03Job\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x14\n\x0c\x64isplay_name\x18\x02 \x01(\t\x12-\n\x05state\x18\x03 \x01(\x0e\x32\x1e.reflux.scheduler.v1.Job.State\x12,\n\x05roles\x18\x04 \x03(\x0b\x32\x1d.reflux.scheduler.v1.RoleSpec\x12/\n\nplacements\x18\x05 \x03(\x0b\x32\x1b.reflux.common.v1.Placement\x12\x30\n\x07members\x18\x06 \x03(\x0b\x32\x1f.reflux.scheduler.v1.RoleStatus\x12\x0f\n\x07message\x18\x07 \x01(\t\x12\x12\n\ncreated_at\x18\x08 \x01(\x01\x12\x10\n\x08\x65nded_at\x18\t \x01(\x01\"\xa6\x01\n\x05State\x12\x15\n\x11STATE_UNSPECIFIED\x10\x00\x12\x11\n\rSTATE_PENDING\x10\x01\x12\x10\n\x0cSTATE_PLACED\x10\x02\x12\x12\n\x0eSTATE_STARTING\x10\x03\x12\x11\n\rSTATE_RUNNING\x10\x04\x12\x13\n\x0fSTATE_SUCCEEDED\x10\x05\x12\x10\n\x0cSTATE_FAILED\x10\x06\x12\x13\n\x0fSTATE_CANCELLED\x10\x07\"\xba\x01\n\x08RoleSpec\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\r\n\x05\x63ount\x18\x02 \x01(\r\x12.\n\tresources\x18\x03 \x01(\x0b\x32\x1b.reflux.common.v1.Resources\x12\x0c\n\x04\x61rgv\x18\x04 \x03(\t\x12=\n\x0b\x65nvironment\x18\x05 \x03(\x0b\x32(.reflux.scheduler.v1.EnvironmentVariable\x12\x14\n\x0cmax_restarts\x18\x06 \x01(\r\"2\n\x13\x45nvironmentVariable\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t\"\xb7\x02\n\nRoleStatus\x12\x0f\n\x07role_id\x18\x01 \x01(\t\x12\x0b\n\x03job\x18\x02 \x01(\t\x12\x0b\n\x03pid\x18\x03 \x01(\r\x12\x10\n\x08restarts\x18\x04 \x01(\r\x12\x11\n\texit_code\x18\x05 \x01(\x05\x12\x34\n\x05state\x18\x06 \x01(\x0e\x32%.reflux.scheduler.v1.RoleStatus.State\x12\x11\n\trss_bytes\x18\x07 \x01(\x04\x12\x0c\n\x04node\x18\x08 \x01(\t\"\x81\x01\n\x05State\x12\x15\n\x11STATE_UNSPECIFIED\x10\x00\x12\x11\n\rSTATE_RUNNING\x10\x01\x12\x14\n\x10STATE_RESTARTING\x10\x02\x12\x13\n\x0fSTATE_SUCCEEDED\x10\x03\x12\x10\n\x0cSTATE_FAILED\x10\x04\x12\x11\n\rSTATE_STOPPED\x10\x05\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dreflux/scheduler/v1/job.proto\x12\x13reflux.scheduler.v1\x1a\x1dreflux/common/v1/common.proto\"\xa0\x04\n\x03Job\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x14\n\x0c\x64isplay_name\x18\x02 \x01(\t\x12-\n\x05state\x18\x03 \x01(\x0e\x32\x1e.reflux.scheduler.v1.Job.State\x12,\n\x05roles\x18\x04 \x03(\x0b\x32\x1d.reflux.scheduler.v1.RoleSpec\x12/\n\nplacements\x18\x05 \x03(\x0b\x32\x1b.reflux.common.v1.Placement\x12\x30\n\x07members\x18\x06 \x03(\x0b\x32\x1f.reflux.scheduler.v1.RoleStatus\x12\x0f\n\x07message\x18\x07 \x01(\t\x12\x12\n\ncreated_at\x18\x08 \x01(\x01\x12\x10\n\x08\x65nded_at\x18\t \x01(\x01\x12\x16\n\x0erequired_level\x18\n \x01(\t\x12-\n\x06\x65vents\x18\x0b \x03(\x0b\x32\x1d.reflux.scheduler.v1.JobEvent\x12\x0e\n\x06\x64omain\x18\x0c \x01(\t\"\xa6\x01\n\x05State\x12\x15\n\x11STATE_UNSPECIFIED\x10\x00\x12\x11\n\rSTATE_PENDING\x10\x01\x12\x10\n\x0cSTATE_PLACED\x10\x02\x12\x12\n\x0eSTATE_STARTING\x10\x03\x12\x11\n\rSTATE_RUNNING\x10\x04\x12\x13\n\x0fSTATE_SUCCEEDED\x10\x05\x12\x10\n\x0cSTATE_FAILED\x10\x06\x12\x13\n\x0fSTATE_CANCELLED\x10\x07\"\xfe\x01\n\x08RoleSpec\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\r\n\x05\x63ount\x18\x02 \x01(\r\x12.\n\tresources\x18\x03 \x01(\x0b\x32\x1b.reflux.common.v1.Resources\x12\x0c\n\x04\x61rgv\x18\x04 \x03(\t\x12=\n\x0b\x65nvironment\x18\x05 \x03(\x0b\x32(.reflux.scheduler.v1.EnvironmentVariable\x12\x14\n\x0cmax_restarts\x18\x06 \x01(\r\x12\x16\n\x0erequired_level\x18\x07 \x01(\t\x12\x0e\n\x06serves\x18\x08 \x01(\x08\x12\x1a\n\x12stop_grace_seconds\x18\t \x01(\x01\"W\n\x08JobEvent\x12\x0c\n\x04time\x18\x01 \x01(\x01\x12\x0f\n\x07role_id\x18\x02 \x01(\t\x12\x0c\n\x04kind\x18\x03 \x01(\t\x12\x0c\n\x04text\x18\x04 \x01(\t\x12\x10\n\x08sequence\x18\x05 \x01(\x04\"2\n\x13\x45nvironmentVariable\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t\"\x80\x03\n\nRoleStatus\x12\x0f\n\x07role_id\x18\x01 \x01(\t\x12\x0b\n\x03job\x18\x02 \x01(\t\x12\x0b\n\x03pid\x18\x03 \x01(\r\x12\x10\n\x08restarts\x18\x04 \x01(\r\x12\x11\n\texit_code\x18\x05 \x01(\x05\x12\x34\n\x05state\x18\x06 \x01(\x0e\x32%.reflux.scheduler.v1.RoleStatus.State\x12\x11\n\trss_bytes\x18\x07 \x01(\x04\x12\x0c\n\x04node\x18\x08 \x01(\t\x12\x10\n\x08log_path\x18\t \x01(\t\x12\x0f\n\x07message\x18\n \x01(\t\x12\x10\n\x08revision\x18\x0b \x01(\x04\x12\x12\n\nstarted_at\x18\x0c \x01(\x01\"\x81\x01\n\x05State\x12\x15\n\x11STATE_UNSPECIFIED\x10\x00\x12\x11\n\rSTATE_RUNNING\x10\x01\x12\x14\n\x10STATE_RESTARTING\x10\x02\x12\x13\n\x0fSTATE_SUCCEEDED\x10\x03\x12\x10\n\x0cSTATE_FAILED\x10\x04\x12\x11\n\rSTATE_STOPPED\x10\x05\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,15 +33,17 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'reflux.scheduler.v1.job_pb2
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_JOB']._serialized_start=86
-  _globals['_JOB']._serialized_end=543
-  _globals['_JOB_STATE']._serialized_start=377
-  _globals['_JOB_STATE']._serialized_end=543
-  _globals['_ROLESPEC']._serialized_start=546
-  _globals['_ROLESPEC']._serialized_end=732
-  _globals['_ENVIRONMENTVARIABLE']._serialized_start=734
-  _globals['_ENVIRONMENTVARIABLE']._serialized_end=784
-  _globals['_ROLESTATUS']._serialized_start=787
-  _globals['_ROLESTATUS']._serialized_end=1098
-  _globals['_ROLESTATUS_STATE']._serialized_start=969
-  _globals['_ROLESTATUS_STATE']._serialized_end=1098
+  _globals['_JOB']._serialized_end=630
+  _globals['_JOB_STATE']._serialized_start=464
+  _globals['_JOB_STATE']._serialized_end=630
+  _globals['_ROLESPEC']._serialized_start=633
+  _globals['_ROLESPEC']._serialized_end=887
+  _globals['_JOBEVENT']._serialized_start=889
+  _globals['_JOBEVENT']._serialized_end=976
+  _globals['_ENVIRONMENTVARIABLE']._serialized_start=978
+  _globals['_ENVIRONMENTVARIABLE']._serialized_end=1028
+  _globals['_ROLESTATUS']._serialized_start=1031
+  _globals['_ROLESTATUS']._serialized_end=1415
+  _globals['_ROLESTATUS_STATE']._serialized_start=1286
+  _globals['_ROLESTATUS_STATE']._serialized_end=1415
 # @@protoc_insertion_point(module_scope)

@@ -43,7 +43,7 @@ class Job(_message.Message):
         STATE_RUNNING: Job._State.ValueType  # 4
         """All members run."""
         STATE_SUCCEEDED: Job._State.ValueType  # 5
-        """All members ended with status 0."""
+        """All members ended with status 0, those of serving roles were stopped."""
         STATE_FAILED: Job._State.ValueType  # 6
         """A member ended for good with an error, or the job can never fit."""
         STATE_CANCELLED: Job._State.ValueType  # 7
@@ -63,7 +63,7 @@ class Job(_message.Message):
     STATE_RUNNING: Job.State.ValueType  # 4
     """All members run."""
     STATE_SUCCEEDED: Job.State.ValueType  # 5
-    """All members ended with status 0."""
+    """All members ended with status 0, those of serving roles were stopped."""
     STATE_FAILED: Job.State.ValueType  # 6
     """A member ended for good with an error, or the job can never fit."""
     STATE_CANCELLED: Job.State.ValueType  # 7
@@ -78,6 +78,9 @@ class Job(_message.Message):
     MESSAGE_FIELD_NUMBER: _builtins.int
     CREATED_AT_FIELD_NUMBER: _builtins.int
     ENDED_AT_FIELD_NUMBER: _builtins.int
+    REQUIRED_LEVEL_FIELD_NUMBER: _builtins.int
+    EVENTS_FIELD_NUMBER: _builtins.int
+    DOMAIN_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Format: jobs/{job}"""
     display_name: _builtins.str
@@ -90,6 +93,10 @@ class Job(_message.Message):
     """Unix time of creation in seconds."""
     ended_at: _builtins.float
     """Unix time of the end in seconds; 0 while it runs."""
+    required_level: _builtins.str
+    """Level that holds the whole gang: "node", "rack", "block" or "cluster"; empty is "cluster"."""
+    domain: _builtins.str
+    """Path of the tightest domain that holds the gang; empty until PLACED."""
     @_builtins.property
     def roles(self) -> _containers.RepeatedCompositeFieldContainer[Global___RoleSpec]:
         """The roles as requested."""
@@ -101,6 +108,10 @@ class Job(_message.Message):
     @_builtins.property
     def members(self) -> _containers.RepeatedCompositeFieldContainer[Global___RoleStatus]:
         """One entry per started member."""
+
+    @_builtins.property
+    def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___JobEvent]:
+        """The latest changes, oldest first, at most 50."""
 
     def __init__(
         self,
@@ -114,10 +125,13 @@ class Job(_message.Message):
         message: _builtins.str = ...,
         created_at: _builtins.float = ...,
         ended_at: _builtins.float = ...,
+        required_level: _builtins.str = ...,
+        events: _abc.Iterable[Global___JobEvent] | None = ...,
+        domain: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["created_at", b"created_at", "display_name", b"display_name", "ended_at", b"ended_at", "members", b"members", "message", b"message", "name", b"name", "placements", b"placements", "roles", b"roles", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["created_at", b"created_at", "display_name", b"display_name", "domain", b"domain", "ended_at", b"ended_at", "events", b"events", "members", b"members", "message", b"message", "name", b"name", "placements", b"placements", "required_level", b"required_level", "roles", b"roles", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -135,12 +149,21 @@ class RoleSpec(_message.Message):
     ARGV_FIELD_NUMBER: _builtins.int
     ENVIRONMENT_FIELD_NUMBER: _builtins.int
     MAX_RESTARTS_FIELD_NUMBER: _builtins.int
+    REQUIRED_LEVEL_FIELD_NUMBER: _builtins.int
+    SERVES_FIELD_NUMBER: _builtins.int
+    STOP_GRACE_SECONDS_FIELD_NUMBER: _builtins.int
     role: _builtins.str
     """"learner", "engine", "prefill", "decode", "rollout", "sandbox", ..."""
     count: _builtins.int
     """Number of members."""
     max_restarts: _builtins.int
     """Restarts allowed per member within 10 minutes before the job fails."""
+    required_level: _builtins.str
+    """Level that holds all members of this role: "node", "rack", "block" or "cluster"; empty is "cluster"."""
+    serves: _builtins.bool
+    """The role serves the others: the job succeeds when all members of its other roles ended with status 0."""
+    stop_grace_seconds: _builtins.float
+    """Seconds between SIGTERM and SIGKILL when the member is stopped; 0 means 10."""
     @_builtins.property
     def resources(self) -> _common_pb2.Resources:
         """Resources of each member."""
@@ -162,14 +185,55 @@ class RoleSpec(_message.Message):
         argv: _abc.Iterable[_builtins.str] | None = ...,
         environment: _abc.Iterable[Global___EnvironmentVariable] | None = ...,
         max_restarts: _builtins.int = ...,
+        required_level: _builtins.str = ...,
+        serves: _builtins.bool = ...,
+        stop_grace_seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["resources", b"resources"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["argv", b"argv", "count", b"count", "environment", b"environment", "max_restarts", b"max_restarts", "resources", b"resources", "role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["argv", b"argv", "count", b"count", "environment", b"environment", "max_restarts", b"max_restarts", "required_level", b"required_level", "resources", b"resources", "role", b"role", "serves", b"serves", "stop_grace_seconds", b"stop_grace_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RoleSpec: _TypeAlias = RoleSpec  # noqa: Y015
+
+@_typing.final
+class JobEvent(_message.Message):
+    """One change of a job, for people and for watchers."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TIME_FIELD_NUMBER: _builtins.int
+    ROLE_ID_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    SEQUENCE_FIELD_NUMBER: _builtins.int
+    time: _builtins.float
+    """Unix time in seconds."""
+    role_id: _builtins.str
+    """"{job}/{role}/{rank}"; empty when the change is the job's own."""
+    kind: _builtins.str
+    """"state", "started", "exited", "restarted", "lost", "failed" or "stopped"."""
+    text: _builtins.str
+    """For example "learner/0 started with pid 4711 on local"."""
+    sequence: _builtins.int
+    """Position in the job's history, ascending."""
+    def __init__(
+        self,
+        *,
+        time: _builtins.float = ...,
+        role_id: _builtins.str = ...,
+        kind: _builtins.str = ...,
+        text: _builtins.str = ...,
+        sequence: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "role_id", b"role_id", "sequence", b"sequence", "text", b"text", "time", b"time"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___JobEvent: _TypeAlias = JobEvent  # noqa: Y015
 
 @_typing.final
 class EnvironmentVariable(_message.Message):
@@ -246,6 +310,10 @@ class RoleStatus(_message.Message):
     STATE_FIELD_NUMBER: _builtins.int
     RSS_BYTES_FIELD_NUMBER: _builtins.int
     NODE_FIELD_NUMBER: _builtins.int
+    LOG_PATH_FIELD_NUMBER: _builtins.int
+    MESSAGE_FIELD_NUMBER: _builtins.int
+    REVISION_FIELD_NUMBER: _builtins.int
+    STARTED_AT_FIELD_NUMBER: _builtins.int
     role_id: _builtins.str
     """"{job}/{role}/{rank}" """
     job: _builtins.str
@@ -262,6 +330,14 @@ class RoleStatus(_message.Message):
     """Resident memory of the member's process tree in bytes."""
     node: _builtins.str
     """Node path."""
+    log_path: _builtins.str
+    """File with the member's stdout and stderr, on its node."""
+    message: _builtins.str
+    """Why it ended, in one line."""
+    revision: _builtins.int
+    """Grows with every change on one agent incarnation; tells late reports from new ones."""
+    started_at: _builtins.float
+    """Unix time of the last start in seconds; 0 before it."""
     def __init__(
         self,
         *,
@@ -273,10 +349,14 @@ class RoleStatus(_message.Message):
         state: Global___RoleStatus.State.ValueType = ...,
         rss_bytes: _builtins.int = ...,
         node: _builtins.str = ...,
+        log_path: _builtins.str = ...,
+        message: _builtins.str = ...,
+        revision: _builtins.int = ...,
+        started_at: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["exit_code", b"exit_code", "job", b"job", "node", b"node", "pid", b"pid", "restarts", b"restarts", "role_id", b"role_id", "rss_bytes", b"rss_bytes", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["exit_code", b"exit_code", "job", b"job", "log_path", b"log_path", "message", b"message", "node", b"node", "pid", b"pid", "restarts", b"restarts", "revision", b"revision", "role_id", b"role_id", "rss_bytes", b"rss_bytes", "started_at", b"started_at", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -26,53 +26,53 @@ from reflux.common.v1 import common_pb2 as reflux_dot_common_dot_v1_dot_common__
 from reflux.scheduler.v1 import job_pb2 as reflux_dot_scheduler_dot_v1_dot_job__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n+reflux/scheduler/v1/scheduler_service.proto\x12\x13reflux.scheduler.v1\x1a\x1dreflux/common/v1/common.proto\x1a\x1dreflux/scheduler/v1/job.proto\"j\n\x10\x43reateJobRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x14\n\x0c\x64isplay_name\x18\x02 \x01(\t\x12,\n\x05roles\x18\x03 \x03(\x0b\x32\x1d.reflux.scheduler.v1.RoleSpec\":\n\x11\x43reateJobResponse\x12%\n\x03job\x18\x01 \x01(\x0b\x32\x18.reflux.scheduler.v1.Job\"\x1d\n\rGetJobRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"7\n\x0eGetJobResponse\x12%\n\x03job\x18\x01 \x01(\x0b\x32\x18.reflux.scheduler.v1.Job\"8\n\x0fListJobsRequest\x12\x11\n\tpage_size\x18\x01 \x01(\r\x12\x12\n\npage_token\x18\x02 \x01(\t\"S\n\x10ListJobsResponse\x12&\n\x04jobs\x18\x01 \x03(\x0b\x32\x18.reflux.scheduler.v1.Job\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\" \n\x10\x43\x61ncelJobRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\":\n\x11\x43\x61ncelJobResponse\x12%\n\x03job\x18\x01 \x01(\x0b\x32\x18.reflux.scheduler.v1.Job\"5\n\x0fWatchJobRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x14\n\x0cresume_token\x18\x02 \x01(\t\"O\n\x10WatchJobResponse\x12%\n\x03job\x18\x01 \x01(\x0b\x32\x18.reflux.scheduler.v1.Job\x12\x14\n\x0cresume_token\x18\x02 \x01(\t\"!\n\x11\x45xplainJobRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"X\n\x12\x45xplainJobResponse\x12\x10\n\x08sentence\x18\x01 \x01(\t\x12\x30\n\tshortages\x18\x02 \x03(\x0b\x32\x1d.reflux.scheduler.v1.Shortage\"]\n\x08Shortage\x12\x10\n\x08resource\x18\x01 \x01(\t\x12\x0e\n\x06needed\x18\x02 \x01(\x01\x12\x0c\n\x04\x66ree\x18\x03 \x01(\x01\x12\x10\n\x08\x63\x61pacity\x18\x04 \x01(\x01\x12\x0f\n\x07holders\x18\x05 \x03(\t\"\x14\n\x12GetTopologyRequest\"X\n\x13GetTopologyResponse\x12\x30\n\x05nodes\x18\x01 \x03(\x0b\x32!.reflux.scheduler.v1.TopologyNode\x12\x0f\n\x07\x63luster\x18\x02 \x01(\t\"\x9b\x01\n\x0cTopologyNode\x12\x0c\n\x04path\x18\x01 \x01(\t\x12-\n\x08\x63\x61pacity\x18\x02 \x01(\x0b\x32\x1b.reflux.common.v1.Resources\x12)\n\x04\x66ree\x18\x03 \x01(\x0b\x32\x1b.reflux.common.v1.Resources\x12\x15\n\ragent_address\x18\x04 \x01(\t\x12\x0c\n\x04jobs\x18\x05 \x03(\t\"z\n\x14RegisterAgentRequest\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12.\n\x05roles\x18\x03 \x03(\x0b\x32\x1f.reflux.scheduler.v1.RoleStatus\x12\x13\n\x0bincarnation\x18\x04 \x01(\t\"P\n\x15RegisterAgentResponse\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x15\n\rlease_seconds\x18\x02 \x01(\x01\x12\x12\n\nstop_roles\x18\x03 \x03(\t\"j\n\x15\x41gentHeartbeatRequest\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12.\n\x05roles\x18\x03 \x03(\x0b\x32\x1f.reflux.scheduler.v1.RoleStatus\"D\n\x16\x41gentHeartbeatResponse\x12\x16\n\x0eregister_again\x18\x01 \x01(\x08\x12\x12\n\nstop_roles\x18\x02 \x03(\t2\xe5\x06\n\x10SchedulerService\x12Z\n\tCreateJob\x12%.reflux.scheduler.v1.CreateJobRequest\x1a&.reflux.scheduler.v1.CreateJobResponse\x12Q\n\x06GetJob\x12\".reflux.scheduler.v1.GetJobRequest\x1a#.reflux.scheduler.v1.GetJobResponse\x12W\n\x08ListJobs\x12$.reflux.scheduler.v1.ListJobsRequest\x1a%.reflux.scheduler.v1.ListJobsResponse\x12Z\n\tCancelJob\x12%.reflux.scheduler.v1.CancelJobRequest\x1a&.reflux.scheduler.v1.CancelJobResponse\x12Y\n\x08WatchJob\x12$.reflux.scheduler.v1.WatchJobRequest\x1a%.reflux.scheduler.v1.WatchJobResponse0\x01\x12]\n\nExplainJob\x12&.reflux.scheduler.v1.ExplainJobRequest\x1a\'.reflux.scheduler.v1.ExplainJobResponse\x12`\n\x0bGetTopology\x12\'.reflux.scheduler.v1.GetTopologyRequest\x1a(.reflux.scheduler.v1.GetTopologyResponse\x12\x66\n\rRegisterAgent\x12).reflux.scheduler.v1.RegisterAgentRequest\x1a*.reflux.scheduler.v1.RegisterAgentResponse\x12i\n\x0e\x41gentHeartbeat\x12*.reflux.scheduler.v1.AgentHeartbeatRequest\x1a+.reflux.scheduler.v1.AgentHeartbeatResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n+reflux/scheduler/v1/scheduler_service.proto\x12\x13reflux.scheduler.v1\x1a\x1dreflux/common/v1/common.proto\x1a\x1dreflux/scheduler/v1/job.proto\"\x82\x01\n\x10\x43reateJobRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x14\n\x0c\x64isplay_name\x18\x02 \x01(\t\x12,\n\x05roles\x18\x03 \x03(\x0b\x32\x1d.reflux.scheduler.v1.RoleSpec\x12\x16\n\x0erequired_level\x18\x04 \x01(\t\":\n\x11\x43reateJobResponse\x12%\n\x03job\x18\x01 \x01(\x0b\x32\x18.reflux.scheduler.v1.Job\"\x1d\n\rGetJobRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"7\n\x0eGetJobResponse\x12%\n\x03job\x18\x01 \x01(\x0b\x32\x18.reflux.scheduler.v1.Job\"8\n\x0fListJobsRequest\x12\x11\n\tpage_size\x18\x01 \x01(\r\x12\x12\n\npage_token\x18\x02 \x01(\t\"S\n\x10ListJobsResponse\x12&\n\x04jobs\x18\x01 \x03(\x0b\x32\x18.reflux.scheduler.v1.Job\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\" \n\x10\x43\x61ncelJobRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\":\n\x11\x43\x61ncelJobResponse\x12%\n\x03job\x18\x01 \x01(\x0b\x32\x18.reflux.scheduler.v1.Job\"5\n\x0fWatchJobRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x14\n\x0cresume_token\x18\x02 \x01(\t\"~\n\x10WatchJobResponse\x12%\n\x03job\x18\x01 \x01(\x0b\x32\x18.reflux.scheduler.v1.Job\x12\x14\n\x0cresume_token\x18\x02 \x01(\t\x12-\n\x06\x65vents\x18\x03 \x03(\x0b\x32\x1d.reflux.scheduler.v1.JobEvent\"!\n\x11\x45xplainJobRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"X\n\x12\x45xplainJobResponse\x12\x10\n\x08sentence\x18\x01 \x01(\t\x12\x30\n\tshortages\x18\x02 \x03(\x0b\x32\x1d.reflux.scheduler.v1.Shortage\"]\n\x08Shortage\x12\x10\n\x08resource\x18\x01 \x01(\t\x12\x0e\n\x06needed\x18\x02 \x01(\x01\x12\x0c\n\x04\x66ree\x18\x03 \x01(\x01\x12\x10\n\x08\x63\x61pacity\x18\x04 \x01(\x01\x12\x0f\n\x07holders\x18\x05 \x03(\t\"\x14\n\x12GetTopologyRequest\"X\n\x13GetTopologyResponse\x12\x30\n\x05nodes\x18\x01 \x03(\x0b\x32!.reflux.scheduler.v1.TopologyNode\x12\x0f\n\x07\x63luster\x18\x02 \x01(\t\"\x9b\x01\n\x0cTopologyNode\x12\x0c\n\x04path\x18\x01 \x01(\t\x12-\n\x08\x63\x61pacity\x18\x02 \x01(\x0b\x32\x1b.reflux.common.v1.Resources\x12)\n\x04\x66ree\x18\x03 \x01(\x0b\x32\x1b.reflux.common.v1.Resources\x12\x15\n\ragent_address\x18\x04 \x01(\t\x12\x0c\n\x04jobs\x18\x05 \x03(\t\"z\n\x14RegisterAgentRequest\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12.\n\x05roles\x18\x03 \x03(\x0b\x32\x1f.reflux.scheduler.v1.RoleStatus\x12\x13\n\x0bincarnation\x18\x04 \x01(\t\"k\n\x15RegisterAgentResponse\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x15\n\rlease_seconds\x18\x02 \x01(\x01\x12\x12\n\nstop_roles\x18\x03 \x03(\t\x12\x19\n\x11heartbeat_seconds\x18\x04 \x01(\x01\"j\n\x15\x41gentHeartbeatRequest\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12.\n\x05roles\x18\x03 \x03(\x0b\x32\x1f.reflux.scheduler.v1.RoleStatus\"D\n\x16\x41gentHeartbeatResponse\x12\x16\n\x0eregister_again\x18\x01 \x01(\x08\x12\x12\n\nstop_roles\x18\x02 \x03(\t2\xe5\x06\n\x10SchedulerService\x12Z\n\tCreateJob\x12%.reflux.scheduler.v1.CreateJobRequest\x1a&.reflux.scheduler.v1.CreateJobResponse\x12Q\n\x06GetJob\x12\".reflux.scheduler.v1.GetJobRequest\x1a#.reflux.scheduler.v1.GetJobResponse\x12W\n\x08ListJobs\x12$.reflux.scheduler.v1.ListJobsRequest\x1a%.reflux.scheduler.v1.ListJobsResponse\x12Z\n\tCancelJob\x12%.reflux.scheduler.v1.CancelJobRequest\x1a&.reflux.scheduler.v1.CancelJobResponse\x12Y\n\x08WatchJob\x12$.reflux.scheduler.v1.WatchJobRequest\x1a%.reflux.scheduler.v1.WatchJobResponse0\x01\x12]\n\nExplainJob\x12&.reflux.scheduler.v1.ExplainJobRequest\x1a\'.reflux.scheduler.v1.ExplainJobResponse\x12`\n\x0bGetTopology\x12\'.reflux.scheduler.v1.GetTopologyRequest\x1a(.reflux.scheduler.v1.GetTopologyResponse\x12\x66\n\rRegisterAgent\x12).reflux.scheduler.v1.RegisterAgentRequest\x1a*.reflux.scheduler.v1.RegisterAgentResponse\x12i\n\x0e\x41gentHeartbeat\x12*.reflux.scheduler.v1.AgentHeartbeatRequest\x1a+.reflux.scheduler.v1.AgentHeartbeatResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'reflux.scheduler.v1.scheduler_service_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_CREATEJOBREQUEST']._serialized_start=130
-  _globals['_CREATEJOBREQUEST']._serialized_end=236
-  _globals['_CREATEJOBRESPONSE']._serialized_start=238
-  _globals['_CREATEJOBRESPONSE']._serialized_end=296
-  _globals['_GETJOBREQUEST']._serialized_start=298
-  _globals['_GETJOBREQUEST']._serialized_end=327
-  _globals['_GETJOBRESPONSE']._serialized_start=329
-  _globals['_GETJOBRESPONSE']._serialized_end=384
-  _globals['_LISTJOBSREQUEST']._serialized_start=386
-  _globals['_LISTJOBSREQUEST']._serialized_end=442
-  _globals['_LISTJOBSRESPONSE']._serialized_start=444
-  _globals['_LISTJOBSRESPONSE']._serialized_end=527
-  _globals['_CANCELJOBREQUEST']._serialized_start=529
-  _globals['_CANCELJOBREQUEST']._serialized_end=561
-  _globals['_CANCELJOBRESPONSE']._serialized_start=563
-  _globals['_CANCELJOBRESPONSE']._serialized_end=621
-  _globals['_WATCHJOBREQUEST']._serialized_start=623
-  _globals['_WATCHJOBREQUEST']._serialized_end=676
-  _globals['_WATCHJOBRESPONSE']._serialized_start=678
-  _globals['_WATCHJOBRESPONSE']._serialized_end=757
-  _globals['_EXPLAINJOBREQUEST']._serialized_start=759
-  _globals['_EXPLAINJOBREQUEST']._serialized_end=792
-  _globals['_EXPLAINJOBRESPONSE']._serialized_start=794
-  _globals['_EXPLAINJOBRESPONSE']._serialized_end=882
-  _globals['_SHORTAGE']._serialized_start=884
-  _globals['_SHORTAGE']._serialized_end=977
-  _globals['_GETTOPOLOGYREQUEST']._serialized_start=979
-  _globals['_GETTOPOLOGYREQUEST']._serialized_end=999
-  _globals['_GETTOPOLOGYRESPONSE']._serialized_start=1001
-  _globals['_GETTOPOLOGYRESPONSE']._serialized_end=1089
-  _globals['_TOPOLOGYNODE']._serialized_start=1092
-  _globals['_TOPOLOGYNODE']._serialized_end=1247
-  _globals['_REGISTERAGENTREQUEST']._serialized_start=1249
-  _globals['_REGISTERAGENTREQUEST']._serialized_end=1371
-  _globals['_REGISTERAGENTRESPONSE']._serialized_start=1373
-  _globals['_REGISTERAGENTRESPONSE']._serialized_end=1453
-  _globals['_AGENTHEARTBEATREQUEST']._serialized_start=1455
-  _globals['_AGENTHEARTBEATREQUEST']._serialized_end=1561
-  _globals['_AGENTHEARTBEATRESPONSE']._serialized_start=1563
-  _globals['_AGENTHEARTBEATRESPONSE']._serialized_end=1631
-  _globals['_SCHEDULERSERVICE']._serialized_start=1634
-  _globals['_SCHEDULERSERVICE']._serialized_end=2503
+  _globals['_CREATEJOBREQUEST']._serialized_start=131
+  _globals['_CREATEJOBREQUEST']._serialized_end=261
+  _globals['_CREATEJOBRESPONSE']._serialized_start=263
+  _globals['_CREATEJOBRESPONSE']._serialized_end=321
+  _globals['_GETJOBREQUEST']._serialized_start=323
+  _globals['_GETJOBREQUEST']._serialized_end=352
+  _globals['_GETJOBRESPONSE']._serialized_start=354
+  _globals['_GETJOBRESPONSE']._serialized_end=409
+  _globals['_LISTJOBSREQUEST']._serialized_start=411
+  _globals['_LISTJOBSREQUEST']._serialized_end=467
+  _globals['_LISTJOBSRESPONSE']._serialized_start=469
+  _globals['_LISTJOBSRESPONSE']._serialized_end=552
+  _globals['_CANCELJOBREQUEST']._serialized_start=554
+  _globals['_CANCELJOBREQUEST']._serialized_end=586
+  _globals['_CANCELJOBRESPONSE']._serialized_start=588
+  _globals['_CANCELJOBRESPONSE']._serialized_end=646
+  _globals['_WATCHJOBREQUEST']._serialized_start=648
+  _globals['_WATCHJOBREQUEST']._serialized_end=701
+  _globals['_WATCHJOBRESPONSE']._serialized_start=703
+  _globals['_WATCHJOBRESPONSE']._serialized_end=829
+  _globals['_EXPLAINJOBREQUEST']._serialized_start=831
+  _globals['_EXPLAINJOBREQUEST']._serialized_end=864
+  _globals['_EXPLAINJOBRESPONSE']._serialized_start=866
+  _globals['_EXPLAINJOBRESPONSE']._serialized_end=954
+  _globals['_SHORTAGE']._serialized_start=956
+  _globals['_SHORTAGE']._serialized_end=1049
+  _globals['_GETTOPOLOGYREQUEST']._serialized_start=1051
+  _globals['_GETTOPOLOGYREQUEST']._serialized_end=1071
+  _globals['_GETTOPOLOGYRESPONSE']._serialized_start=1073
+  _globals['_GETTOPOLOGYRESPONSE']._serialized_end=1161
+  _globals['_TOPOLOGYNODE']._serialized_start=1164
+  _globals['_TOPOLOGYNODE']._serialized_end=1319
+  _globals['_REGISTERAGENTREQUEST']._serialized_start=1321
+  _globals['_REGISTERAGENTREQUEST']._serialized_end=1443
+  _globals['_REGISTERAGENTRESPONSE']._serialized_start=1445
+  _globals['_REGISTERAGENTRESPONSE']._serialized_end=1552
+  _globals['_AGENTHEARTBEATREQUEST']._serialized_start=1554
+  _globals['_AGENTHEARTBEATREQUEST']._serialized_end=1660
+  _globals['_AGENTHEARTBEATRESPONSE']._serialized_start=1662
+  _globals['_AGENTHEARTBEATRESPONSE']._serialized_end=1730
+  _globals['_SCHEDULERSERVICE']._serialized_start=1733
+  _globals['_SCHEDULERSERVICE']._serialized_end=2602
 # @@protoc_insertion_point(module_scope)

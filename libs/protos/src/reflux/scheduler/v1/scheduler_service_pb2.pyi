@@ -29,10 +29,13 @@ class CreateJobRequest(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     DISPLAY_NAME_FIELD_NUMBER: _builtins.int
     ROLES_FIELD_NUMBER: _builtins.int
+    REQUIRED_LEVEL_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Client-chosen UUID that makes retries safe; remembered for one day."""
     display_name: _builtins.str
     """Name of the job for people, for example the run id."""
+    required_level: _builtins.str
+    """Level that holds the whole gang: "node", "rack", "block" or "cluster"; empty is "cluster"."""
     @_builtins.property
     def roles(self) -> _containers.RepeatedCompositeFieldContainer[_job_pb2.RoleSpec]:
         """The roles of the gang."""
@@ -43,10 +46,11 @@ class CreateJobRequest(_message.Message):
         request_id: _builtins.str = ...,
         display_name: _builtins.str = ...,
         roles: _abc.Iterable[_job_pb2.RoleSpec] | None = ...,
+        required_level: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["display_name", b"display_name", "request_id", b"request_id", "roles", b"roles"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["display_name", b"display_name", "request_id", b"request_id", "required_level", b"required_level", "roles", b"roles"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -256,21 +260,27 @@ class WatchJobResponse(_message.Message):
 
     JOB_FIELD_NUMBER: _builtins.int
     RESUME_TOKEN_FIELD_NUMBER: _builtins.int
+    EVENTS_FIELD_NUMBER: _builtins.int
     resume_token: _builtins.str
     """Continue from here after a broken stream."""
     @_builtins.property
     def job(self) -> _job_pb2.Job:
         """The job after the change."""
 
+    @_builtins.property
+    def events(self) -> _containers.RepeatedCompositeFieldContainer[_job_pb2.JobEvent]:
+        """What changed since the token of the request or the message before; at most the latest 50."""
+
     def __init__(
         self,
         *,
         job: _job_pb2.Job | None = ...,
         resume_token: _builtins.str = ...,
+        events: _abc.Iterable[_job_pb2.JobEvent] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["job", b"job"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["job", b"job", "resume_token", b"resume_token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["events", b"events", "job", b"job", "resume_token", b"resume_token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -500,10 +510,13 @@ class RegisterAgentResponse(_message.Message):
     NODE_FIELD_NUMBER: _builtins.int
     LEASE_SECONDS_FIELD_NUMBER: _builtins.int
     STOP_ROLES_FIELD_NUMBER: _builtins.int
+    HEARTBEAT_SECONDS_FIELD_NUMBER: _builtins.int
     node: _builtins.str
     """Full path of the node."""
     lease_seconds: _builtins.float
     """Heartbeat within this many seconds, or the agent stops its roles."""
+    heartbeat_seconds: _builtins.float
+    """Seconds between heartbeats."""
     @_builtins.property
     def stop_roles(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Roles that the scheduler does not know: the agent stops them."""
@@ -514,10 +527,11 @@ class RegisterAgentResponse(_message.Message):
         node: _builtins.str = ...,
         lease_seconds: _builtins.float = ...,
         stop_roles: _abc.Iterable[_builtins.str] | None = ...,
+        heartbeat_seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_seconds", b"lease_seconds", "node", b"node", "stop_roles", b"stop_roles"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["heartbeat_seconds", b"heartbeat_seconds", "lease_seconds", b"lease_seconds", "node", b"node", "stop_roles", b"stop_roles"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
