@@ -7,6 +7,7 @@ from typing import Any
 from uuid import uuid4
 
 import pytest
+
 from reflux_storage.stores import open_store
 from reflux_storage.stores.base import ObjectStore
 from reflux_storage.stores.options import S3Options

@@ -3,6 +3,7 @@
 import threading
 
 import pytest
+
 from reflux_storage.errors import AlreadyExists, InvalidKey, InvalidPart, NotFound, PreconditionFailed, StoreUnavailable
 from reflux_storage.stores.base import MIN_PART_BYTES, ObjectStore
 

@@ -9,12 +9,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+
 from reflux_storage.errors import NotFound, StoreUnavailable
-from reflux_storage.restore import find_corrupt_parts, read_index
+from reflux_storage.restore import read_index
 from reflux_storage.stores import open_store
 from reflux_storage.stores.base import MIN_PART_BYTES
 from reflux_storage.stores.folder import FolderStore
-from reflux_storage.stream import TensorSource, write_tensors
 
 WRITER = """
 import os, signal, sys
@@ -133,16 +133,6 @@ def test_the_file_of_a_living_writer_is_not_cleaned_away_but_that_of_a_dead_one_
         child.wait(10)
         FolderStore(tmp_path)
         assert leftovers(tmp_path) == []
-
-
-def test_bytes_changed_after_the_commit_are_found_by_part(tmp_path: Path) -> None:
-    store = FolderStore(tmp_path)
-    data = memoryview(bytes(12 << 20))
-    receipt = write_tensors(store, "k", [TensorSource("t", "U8", (len(data),), data)])
-    with (tmp_path / "k").open("r+b") as file:
-        file.seek(9 << 20)
-        file.write(b"\1")
-    assert find_corrupt_parts(store, receipt) == [2]
 
 
 def test_a_store_that_was_taken_away_is_unavailable_and_not_empty(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """From an object back into memory: ranged reads, small tensors together, every tensor verified."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -70,27 +70,26 @@ def read_tensors(
         list(pool.map(lambda name: _verify(store, index, name, views[name]), views))
 
 
-def find_corrupt_parts(store: ObjectStore, receipt: ObjectReceipt) -> list[int]:
-    """Numbers (from 1) of the parts that differ from the receipt; all of them when the object is gone or too short."""
-    every = list(range(1, len(receipt.part_checksums) + 1))
+def find_damage(store: ObjectStore, expected: ObjectReceipt, stop: Callable[[], bool] = lambda: False) -> str:
+    """Reads an object back in bounded memory and says how it differs from what was written; "" when it does not.
+
+    `stop` is asked before every range; when it returns true the scan ends with `InterruptedError`.
+    """
     try:
-        if store.head(receipt.key).size_bytes != receipt.size_bytes:
-            return every
-        return [
-            number
-            for number, part in zip(every, _parts(store, receipt), strict=True)
-            if xxhash.xxh3_128_hexdigest(part) != receipt.part_checksums[number - 1]
-        ]
+        size = store.head(expected.key).size_bytes
+        if size != expected.size_bytes:
+            return f"{size} bytes instead of {expected.size_bytes}"
+        whole = xxhash.xxh3_128()
+        buffer = memoryview(bytearray(min(_RANGE_BYTES, size)))
+        for start in range(0, size, _RANGE_BYTES):
+            if stop():
+                raise InterruptedError(f"scan of {expected.key} was stopped")
+            piece = buffer[: min(_RANGE_BYTES, size - start)]
+            store.get_range(expected.key, start, piece)
+            whole.update(piece)
     except NotFound:
-        return every
-
-
-def _parts(store: ObjectStore, receipt: ObjectReceipt) -> Iterator[memoryview]:
-    buffer = memoryview(bytearray(min(receipt.part_bytes, receipt.size_bytes)))
-    for start in range(0, receipt.size_bytes, receipt.part_bytes):
-        part = buffer[: min(receipt.part_bytes, receipt.size_bytes - start)]
-        store.get_range(receipt.key, start, part)
-        yield part
+        return "missing"
+    return "" if whole.hexdigest() == expected.checksum else "bytes differ from what was written"
 
 
 def _read(store: ObjectStore, key: str, offset_bytes: int, size_bytes: int) -> bytearray:

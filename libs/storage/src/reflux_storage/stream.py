@@ -29,16 +29,11 @@ class TensorSource:
 
 @dataclass(frozen=True)
 class ObjectReceipt:
-    """What a manifest must know about an object; checksums are xxh3_128 in hexadecimal.
-
-    `part_checksums[i]` covers bytes [i * part_bytes, (i + 1) * part_bytes) of the object.
-    """
+    """What a manifest must know about an object; `checksum` is the xxh3_128 of all its bytes, hexadecimal."""
 
     key: str
     size_bytes: int
     checksum: str
-    part_bytes: int
-    part_checksums: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -90,9 +85,9 @@ def write_tensors(
     head = build_head([specs[i] for i in order], metadata)
     total = len(head) + sum(spec.size_bytes for spec in specs) + 16 * (1 + len(specs))
     part_bytes = options.part_bytes or part_bytes_for(total)
-    hashes = _Hashes()
+    whole = xxhash.xxh3_128()
     chunks = _chunks(head, [(specs[i], sources[i]) for i in order])
-    parts = (hashes.seen(part) for part in _cut(chunks, part_bytes))
+    parts = _cut(_hashed(chunks, whole), part_bytes)
     if total <= part_bytes:
         started = time.monotonic()
         store.put_create_only(key, next(parts))
@@ -100,20 +95,13 @@ def write_tensors(
             on_part(PartDone(key, 1, total, time.monotonic() - started))
     else:
         _upload(store, store.begin(key, part_bytes), parts, options, on_part)
-    return ObjectReceipt(key, total, hashes.whole.hexdigest(), part_bytes, tuple(hashes.parts))
+    return ObjectReceipt(key, total, whole.hexdigest())
 
 
-class _Hashes:
-    """Checksums of the object and of its parts, in order of the parts."""
-
-    def __init__(self) -> None:
-        self.whole = xxhash.xxh3_128()
-        self.parts: list[str] = []
-
-    def seen(self, part: memoryview) -> memoryview:
-        self.whole.update(part)
-        self.parts.append(xxhash.xxh3_128_hexdigest(part))
-        return part
+def _hashed(chunks: Iterator[memoryview], whole: xxhash.xxh3_128) -> Iterator[memoryview]:
+    for chunk in chunks:
+        whole.update(chunk)
+        yield chunk
 
 
 def _chunks(head: bytes, ordered: list[tuple[TensorSpec, TensorSource]]) -> Iterator[memoryview]:
