@@ -9,9 +9,7 @@ export HF_HUB_OFFLINE := 1
 
 .PHONY: setup demo demo-seeds test soak check protos format bench clean
 
-setup: $(VENV)/.ready
-
-$(VENV)/.ready: constraints.txt $(wildcard libs/*/pyproject.toml services/*/pyproject.toml) deploy/setup.sh
+setup:
 	@bash deploy/setup.sh $(VENV)
 
 demo: setup

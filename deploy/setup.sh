@@ -1,0 +1,43 @@
+#!/usr/bin/env bash
+# Sets the environment up once: deploy/setup.sh VENV. A second call compares hashes and returns at once; it never needs the network then.
+set -euo pipefail
+venv=$1
+stamp="$venv/.ready"
+wanted=$(cat constraints.txt deploy/setup.sh libs/*/pyproject.toml services/*/pyproject.toml | sha256sum | cut -d' ' -f1)
+[ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ] && exit 0
+
+apt_install() { # installs a system package when we may, otherwise says what will be skipped
+  if [ "${REFLUX_NO_APT:-}" = 1 ]; then
+    echo "setup: $1 is missing and REFLUX_NO_APT=1: $2" >&2
+  elif [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+    echo "setup: installing the system package $1 with apt-get ($2)" >&2
+    if ! { apt-get update -q && DEBIAN_FRONTEND=noninteractive apt-get install -y -q --no-install-recommends "$1"; } >"$venv.apt.log" 2>&1; then
+      echo "setup: apt-get could not install $1 (see $venv.apt.log): $2" >&2
+    fi
+  else
+    echo "setup: $1 is missing and cannot be installed here (not root or no apt): $2" >&2
+  fi
+}
+
+python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "setup: python3 must be 3.11 or newer" >&2; exit 2; }
+python3 -c 'import venv, ensurepip' 2>/dev/null || apt_install python3-venv "no virtual environment without it"
+/usr/bin/python3 -c 'import pyobjcryst' 2>/dev/null || apt_install python3-pyobjcryst "the full-fidelity verifier (Rietveld) is skipped without it"
+ldconfig -p 2>/dev/null | grep -q libseccomp.so.2 || apt_install libseccomp2 "the sandbox uses its weaker tier without it"
+
+echo "setup: creating $venv and installing the packages of constraints.txt (some minutes, once)" >&2
+[ -x "$venv/bin/python" ] || python3 -m venv "$venv"
+pip() { "$venv/bin/python" -m pip --disable-pip-version-check -q "$@" 2> >(grep -v '^WARNING: Location' >&2); }
+pip install -c constraints.txt torch==2.13.0
+pip install -c constraints.txt hatchling editables
+packages=()
+for folder in libs/*/ services/*/; do
+  case $folder in
+    services/trainer/) packages+=(-e "./${folder%/}[learner]") ;;
+    services/inference-gateway/) packages+=(-e "./${folder%/}[engine]") ;;
+    *) packages+=(-e "./${folder%/}") ;;
+  esac
+done
+pip install -c constraints.txt --no-build-isolation "${packages[@]}"
+pip install -c constraints.txt -r deploy/requirements-dev.txt
+echo "$wanted" >"$stamp"
+echo "setup: done" >&2

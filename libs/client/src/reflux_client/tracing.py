@@ -1,0 +1,86 @@
+"""The tree of one sample, read from the local span sink: prompt -> tokens -> verification -> advantage -> optimizer step."""
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.tree import Tree
+
+from reflux_client.connection import ClientError
+
+_HIDDEN = ("reflux.run", "reflux.prompt")
+
+
+@dataclass
+class SpanNode:
+    """One recorded span and those below it."""
+
+    record: dict[str, Any]
+    children: list["SpanNode"] = field(default_factory=list)
+
+    @property
+    def start_ns(self) -> int:
+        """Start in nanoseconds since 1970."""
+        return int(self.record["start_ns"])
+
+
+def parse_sample_id(sample: str) -> tuple[str, int, int | None]:
+    """Splits "<run>/<prompt>[/<index>]". Raises `ClientError` for anything else."""
+    parts = sample.split("/")
+    if len(parts) not in (2, 3) or not all(part.isdigit() for part in parts[1:]):
+        raise ClientError(f"{sample!r} is not a sample id: write <run>/<prompt> or <run>/<prompt>/<index>, e.g. demo-1/17/3")
+    return parts[0], int(parts[1]), int(parts[2]) if len(parts) == 3 else None
+
+
+def find_tree(folder: Path, run: str, prompt: int) -> list[SpanNode]:
+    """All root spans of one prompt of one run, with their children, oldest first."""
+    traces: set[str] = set()
+    spans: list[dict[str, Any]] = []
+    for span in _spans(folder.glob("*.jsonl")):
+        spans.append(span)
+        attributes = span["attributes"]
+        if attributes.get("reflux.run") == run and attributes.get("reflux.prompt") == prompt:
+            traces.add(span["trace_id"])
+    if not traces:
+        raise ClientError(f"no span of prompt {prompt} of run {run} below {folder}: is the run's stack this one?")
+    return build_tree(span for span in spans if span["trace_id"] in traces or traces & set(span["links"]))
+
+
+def build_tree(spans: Iterable[dict[str, Any]]) -> list[SpanNode]:
+    """Links spans to their parents; a span whose parent was not recorded is a root."""
+    nodes = {span["span_id"]: SpanNode(span) for span in spans}
+    roots = []
+    for node in sorted(nodes.values(), key=lambda each: each.start_ns):
+        parent = nodes.get(node.record["parent_id"])
+        (parent.children if parent else roots).append(node)
+    return roots
+
+
+def render(roots: list[SpanNode], title: str) -> Tree:
+    """The tree for a terminal, with durations."""
+    tree = Tree(f"[bold]{title}[/bold]")
+    for root in roots:
+        _add(tree, root, roots[0].start_ns)
+    return tree
+
+
+def _add(tree: Tree, node: SpanNode, origin_ns: int) -> None:
+    record = node.record
+    duration_ms = (record["end_ns"] - record["start_ns"]) / 1e6
+    details = " ".join(f"{key}={value}" for key, value in record["attributes"].items() if key not in _HIDDEN)
+    failed = " [red]ERROR[/red]" if record["status"] == "ERROR" else ""
+    at_ms = (record["start_ns"] - origin_ns) / 1e6
+    label = f"[cyan]{record['name']}[/cyan] {duration_ms:.1f} ms [dim]at +{at_ms:.1f} ms, {record['service']}[/dim] {details}"
+    branch = tree.add(label + failed)
+    for child in node.children:
+        _add(branch, child, origin_ns)
+
+
+def _spans(paths: Iterable[Path]) -> Iterator[dict[str, Any]]:
+    for path in paths:
+        with path.open() as file:
+            for line in file:
+                if line.endswith("\n"):  # the last line of a killed process may be torn
+                    yield json.loads(line)
