@@ -36,7 +36,7 @@ def prefill(params: Parameters, config: ModelConfig, tokens_BL: Tensor, lengths_
     """Runs whole sequences from position 0.
 
     `tokens_BL` is int64 and padded on the right with any valid id; `lengths_B` (int64, all >= 1) counts the real
-    tokens, None means that all L are. Padding does not change the result of a row. Raises ValueError for an empty sequence.
+    tokens, None means that all L are. Padding does not change the result of a row. Raises ValueError for an empty row.
     """
     rows, length = tokens_BL.shape
     if length == 0 or (lengths_B is not None and int(lengths_B.min()) < 1):
@@ -71,10 +71,11 @@ def decode_step(
 ) -> Tensor:
     """Feeds one token per row and returns the logits_BV of the next one.
 
-    Row b writes its key and value at `positions_B[b]` (the index of `tokens_B[b]` in its sequence, < cache.max_length)
-    of its slot and attends to positions 0..positions_B[b]. Rows may have different positions. Without `slots_B`, row b is
-    slot b, which avoids a copy of the cache per layer: keep the batch dense with `SlotCache.move`. With `slots_B`
-    (distinct) any slots may be used. All tensors are int64. Raises ValueError when a row does not fit.
+    Row b writes its key and value at `positions_B[b]` (the index of `tokens_B[b]` in its sequence, below
+    `cache.max_length`) of its slot and attends to positions 0..positions_B[b]. Rows may have different positions.
+    Without `slots_B`, row b is slot b, which avoids a copy of the cache per layer: keep the batch dense with
+    `SlotCache.move`. With `slots_B` (distinct) any slots may be used. All tensors are int64. Raises ValueError when a
+    row does not fit.
     """
     rows = tokens_B.shape[0]
     span = int(positions_B.max()) + 1 if rows else 0
