@@ -1,0 +1,1 @@
+"""Runs of reinforcement learning: their loop, rollout workers and the learner."""

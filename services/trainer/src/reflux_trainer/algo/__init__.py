@@ -1,0 +1,1 @@
+"""Algorithms as pure numpy functions: advantages, corrections, aggregation."""

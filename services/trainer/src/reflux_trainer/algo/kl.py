@@ -1,0 +1,21 @@
+"""Per-token estimators of KL(policy || reference), with d = lp_ref - lp. Schulman, "Approximating KL divergence"."""
+
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+Estimator = Literal["k1", "k2", "k3"]
+
+
+def kl_estimate(
+    logprobs: NDArray[np.float64], reference: NDArray[np.float64], estimator: Estimator, clamp: float = 60.0
+) -> NDArray[np.float64]:
+    """k1 = -d; k2 = d^2 / 2; k3 = exp(d) - d - 1 (never negative; d is clamped because exp overflows)."""
+    difference = reference - logprobs
+    if estimator == "k1":
+        return -difference
+    if estimator == "k2":
+        return difference**2 / 2
+    bounded = np.clip(difference, -clamp, clamp)
+    return np.exp(bounded) - bounded - 1
