@@ -1,0 +1,1 @@
+"""Bytes from another process's memory: register, describe, read one-sided, verify."""

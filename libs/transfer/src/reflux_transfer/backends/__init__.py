@@ -1,0 +1,1 @@
+"""The mechanisms that move bytes, one module each, behind `TransferBackend`."""

@@ -1,0 +1,66 @@
+"""The contract of every transfer backend."""
+
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar
+
+from reflux_transfer.regions import LocalRegion, RemoteRegion
+
+
+class TransferBackend(ABC):
+    """Reads ranges of other processes' memory without their help.
+
+    - The owner calls `allocate` (or `register`) and `describe`; the handle travels over gRPC to readers, who call
+      `open` and `read`.
+    - All methods may be called from any thread. `read` blocks with the GIL released: call it by `asyncio.to_thread`.
+    - A read that returns has filled exactly [local_offset, local_offset + length). A read that raises leaves unknown
+      bytes there.
+    - The owner is not told about reads: who may still read a range is settled by leases above this interface, and
+      whether the bytes are the published ones by checksums. A transport's success is no proof.
+    - A dead owner ends a read with `PeerGone` and never with a hang; a slow one with `ReadDeadlineExceeded`.
+    - Memory of a process that was killed is freed by the kernel.
+    """
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def allocate(self, length: int) -> LocalRegion:
+        """Zeroed memory of `length` >= 1 bytes that can be described, read into and written through its view."""
+
+    @abstractmethod
+    def register(self, buffer: Any) -> LocalRegion:
+        """Makes existing writable memory (buffer protocol, contiguous) known; the caller keeps it alive."""
+
+    @abstractmethod
+    def describe(self, region: LocalRegion) -> bytes:
+        """Opaque handle of at most 16 KiB. Raises `UnshareableRegion` where existing memory cannot be offered."""
+
+    @abstractmethod
+    def open(self, handle: bytes) -> RemoteRegion:
+        """The region behind a handle. Raises `WrongHandle` or `PeerGone`. Pair it with `release`."""
+
+    @abstractmethod
+    def read(
+        self,
+        remote: RemoteRegion,
+        remote_offset: int,
+        local: LocalRegion,
+        local_offset: int,
+        length: int,
+        deadline_seconds: float,
+    ) -> None:
+        """Copies remote bytes into local ones.
+
+        Raises `OutOfRange`, `PeerGone`, `ReadDeadlineExceeded` or `RegionClosed`.
+        """
+
+    @abstractmethod
+    def release(self, remote: RemoteRegion) -> None:
+        """Ends the use of an opened region; a read in flight ends first or with an error."""
+
+    @abstractmethod
+    def unregister(self, region: LocalRegion) -> None:
+        """Withdraws a region (idempotent). Raises `RegionBusy` while this process reads into it."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Frees everything that this backend holds (idempotent); waits for reads in flight."""

@@ -1,0 +1,220 @@
+"""Shared memory between processes of one host: a sealed memfd, opened through the owner's entry in /proc.
+
+The segment has no name, so the kernel frees it when the last process that maps it ends, whatever killed the owner.
+A header page carries a token and an open flag: a reader sees a withdrawn region at once, although its mapping stays
+valid. Needs: same user (or root), same pid namespace.
+"""
+
+import fcntl
+import mmap
+import os
+import secrets
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import numpy as np
+
+from reflux_transfer import handles
+from reflux_transfer.backends.base import TransferBackend
+from reflux_transfer.errors import PeerGone, ReadDeadlineExceeded, RegionClosed, UnshareableRegion, WrongHandle
+from reflux_transfer.memory import copy
+from reflux_transfer.peer import PeerWatch, ProcessIdentity
+from reflux_transfer.regions import LocalRegion, RemoteRegion, check_range
+from reflux_transfer.settings import TransferSettings
+
+_HEADER = mmap.PAGESIZE
+_TOKEN = slice(0, 16)
+_OPEN = 16
+_PIECE = 16 << 20
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+@dataclass(eq=False)
+class _Segment:
+    """An owned segment; `header` is its first page."""
+
+    fd: int
+    header: memoryview
+    token: bytes
+
+
+@dataclass(eq=False)
+class _Mapping:
+    """Another process's segment, mapped read-only."""
+
+    data: np.ndarray
+    token: bytes
+    watch: PeerWatch
+    reads: int = 0
+    closed: bool = False
+    idle: threading.Condition = field(default_factory=threading.Condition)
+
+    def check(self) -> None:
+        """Raises `PeerGone` unless the owner lives and still offers the region."""
+        self.watch.check()
+        if not self.data[_OPEN] or self.data[_TOKEN].tobytes() != self.token:
+            raise PeerGone(f"process {self.watch.identity.pid} has withdrawn the region")
+
+
+class ShmBackend(TransferBackend):
+    """memfd segments; a read is one memcpy."""
+
+    name: ClassVar[str] = "shm"
+
+    def __init__(self, _settings: TransferSettings | None = None) -> None:
+        self._identity = ProcessIdentity.of_this_process()
+        self._regions: set[LocalRegion] = set()
+        self._remotes: set[RemoteRegion] = set()
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def allocate(self, length: int) -> LocalRegion:
+        """A new segment, its pages reserved: a full /dev/shm is a MemoryError here, not a SIGBUS later."""
+        if length < 1:
+            raise ValueError(f"a region has at least one byte, not {length}")
+        self._check_open()
+        fd = os.memfd_create("reflux-transfer", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            try:
+                os.posix_fallocate(fd, 0, _HEADER + length)
+            except OSError as error:
+                raise MemoryError(f"no {length} bytes of shared memory: {error.strerror}") from error
+            # A sealed size spares every reader the SIGBUS of a segment that shrinks under it.
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+            view = memoryview(mmap.mmap(fd, _HEADER + length))
+        except BaseException:
+            os.close(fd)
+            raise
+        token = secrets.token_bytes(16)
+        view[_TOKEN], view[_OPEN] = token, 1
+        region = LocalRegion(view[_HEADER:], _Segment(fd, view[:_HEADER], token))
+        with self._lock:
+            self._regions.add(region)
+        return region
+
+    def register(self, buffer: Any) -> LocalRegion:
+        """Existing memory can be read into; it cannot be offered to others."""
+        self._check_open()
+        region = LocalRegion(memoryview(buffer))
+        with self._lock:
+            self._regions.add(region)
+        return region
+
+    def describe(self, region: LocalRegion) -> bytes:
+        """Owner, descriptor number and token."""
+        region.check_open()
+        segment = region.resource
+        if not isinstance(segment, _Segment):
+            raise UnshareableRegion("shm can only describe memory that it allocated")
+        fields = {"fd": segment.fd, "length": region.length, "token": segment.token.hex()}
+        return handles.seal(self.name, {"owner": self._identity.to_json(), **fields})
+
+    def open(self, handle: bytes) -> RemoteRegion:
+        """Maps the owner's segment read-only."""
+        self._check_open()
+        envelope = handles.unseal(handle, self.name, owner=dict, fd=int, length=int, token=str)
+        identity = ProcessIdentity.from_json(envelope["owner"])
+        if not identity.on_this_host():
+            raise PeerGone("the region's owner is on another host or in another pid namespace; shm cannot reach it")
+        watch = PeerWatch(identity)
+        try:
+            data = _map(identity.pid, envelope["fd"], envelope["length"])
+            mapping = _Mapping(data, handles.hex_field(envelope, "token"), watch)
+            if data[_TOKEN].tobytes() != mapping.token:
+                raise WrongHandle("the segment behind the handle is another one")
+            mapping.check()
+        except BaseException:
+            watch.close()
+            raise
+        remote = RemoteRegion(envelope["length"], mapping)
+        with self._lock:
+            self._remotes.add(remote)
+        return remote
+
+    def read(
+        self,
+        remote: RemoteRegion,
+        remote_offset: int,
+        local: LocalRegion,
+        local_offset: int,
+        length: int,
+        deadline_seconds: float,
+    ) -> None:
+        """memcpy in pieces; owner and deadline are looked at around each."""
+        check_range("remote", remote.length, remote_offset, length)
+        end = time.monotonic() + deadline_seconds
+        mapping = remote.resource
+        with mapping.idle:
+            if mapping.closed:
+                raise RegionClosed("the remote region was released")
+            mapping.reads += 1
+        try:
+            with local.reading(local_offset, length) as address:
+                mapping.check()
+                for done in range(0, length, _PIECE):
+                    if time.monotonic() > end:
+                        raise ReadDeadlineExceeded(f"{done} of {length} bytes read in {deadline_seconds} s")
+                    source = mapping.data.ctypes.data + _HEADER + remote_offset + done
+                    copy(address + done, source, min(_PIECE, length - done))
+                mapping.check()
+        finally:
+            with mapping.idle:
+                mapping.reads -= 1
+                mapping.idle.notify_all()
+
+    def release(self, remote: RemoteRegion) -> None:
+        """Unmaps once the reads in flight have ended."""
+        with self._lock:
+            if remote not in self._remotes:
+                return
+            self._remotes.discard(remote)
+        mapping = remote.resource
+        with mapping.idle:
+            mapping.closed = True
+            mapping.idle.wait_for(lambda: mapping.reads == 0)
+        mapping.watch.close()
+        mapping.data = np.empty(0, np.uint8)
+
+    def unregister(self, region: LocalRegion) -> None:
+        """Withdraws the segment; its pages go when the last mapping of any process goes."""
+        if not region.retire():
+            return
+        segment = region.resource
+        if isinstance(segment, _Segment):
+            segment.header[_OPEN] = 0
+            os.close(segment.fd)
+        with self._lock:
+            self._regions.discard(region)
+
+    def close(self) -> None:
+        """Releases remotes first: they may be reading into local regions."""
+        self._closed = True
+        for remote in list(self._remotes):
+            self.release(remote)
+        for region in list(self._regions):
+            self.unregister(region)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RegionClosed("the backend is closed")
+
+
+def _map(pid: int, fd: int, length: int) -> np.ndarray:
+    path = f"/proc/{pid}/fd/{fd}"
+    try:
+        # /dev/shm segments and memfds only: anything else would be a confused or hostile handle.
+        if not os.readlink(path).startswith("/memfd:reflux-transfer"):  # noqa: PTH115 - a magic link, its target is no path
+            raise WrongHandle(f"descriptor {fd} of process {pid} is no transfer segment")
+        ours = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except PermissionError as error:
+        raise PeerGone(f"memory of process {pid} may not be opened: other user, or ptrace is restricted") from error
+    except OSError as error:
+        raise PeerGone(f"process {pid} has withdrawn the region: {error.strerror}") from error
+    try:
+        if os.fstat(ours).st_size != _HEADER + length or fcntl.fcntl(ours, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
+            raise WrongHandle("the segment behind the handle is another one")
+        return np.frombuffer(mmap.mmap(ours, _HEADER + length, prot=mmap.PROT_READ), np.uint8)
+    finally:
+        os.close(ours)
