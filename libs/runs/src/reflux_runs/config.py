@@ -1,0 +1,192 @@
+"""The fields of a run file with their defaults: the recipe of the X-ray phase identification example."""
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Count = Annotated[int, Field(ge=1, le=10_000_000)]
+CountOrZero = Annotated[int, Field(ge=0, le=10_000_000)]
+Share = Annotated[float, Field(ge=0.0, le=1.0)]
+Rate = Annotated[float, Field(gt=0.0, le=1.0)]
+Seconds = Annotated[float, Field(gt=0.0, le=86_400.0)]
+
+Algorithm = Literal["grpo", "dr_grpo", "rloo", "leave_one_out"]
+Loss = Literal["ppo", "dual_clip", "reinforce", "cispo", "gspo", "importance_sampling"]
+Transport = Literal["shm", "ucx"]
+
+
+class _Section(BaseModel):
+    """Frozen, strict, and closed: an unknown key or a wrong type is an error."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        use_attribute_docstrings=True,
+        allow_inf_nan=False,
+        validate_default=True,
+    )
+
+
+class TaskConfig(_Section):
+    """What to learn."""
+
+    name: str = "xrd-phase-id"
+    """Registered name of the task; a lab adds its own through the entry point group `reflux.tasks`."""
+
+    mixture_fraction: Share | None = None
+    """Share of training and held-out prompts with two phases; unset takes the task's own (0.3 for xrd-phase-id)."""
+
+    peaks_hidden: bool = False
+    """Control of the example: hides the measured peaks, so that only the elements are left."""
+
+
+class ModelConfig(_Section):
+    """Which model; the sizes count for a fresh one only."""
+
+    path: str = ""
+    """Folder in Hugging Face layout on the trainer's host; empty initialises a fresh Llama of the sizes below."""
+
+    hidden_size: Count = 128
+    """Width of the residual stream; a multiple of `num_heads` with an even head size."""
+
+    num_layers: Count = 4
+    """Number of blocks."""
+
+    num_heads: Count = 4
+    """Attention heads."""
+
+    intermediate_size: Count = 336
+    """Width of the feed-forward layer."""
+
+
+class WarmupConfig(_Section):
+    """Supervised stage before reinforcement learning: right answers to the task's warm-up problems."""
+
+    steps: CountOrZero = 200
+    """Optimizer steps; 0 skips the stage."""
+
+    batch_size: Count = 64
+    """Examples per step."""
+
+    learning_rate: Rate = 2e-3
+    """Peak learning rate; 20 steps of ramp, then linear decay to 5 % of it."""
+
+    mixture_fraction: Share | None = None
+    """Share of examples with two phases; unset takes the task's own (0.2 for xrd-phase-id)."""
+
+
+class RlConfig(_Section):
+    """Reinforcement learning."""
+
+    algorithm: Algorithm = "grpo"
+    """Advantage estimator over the rewards of one group."""
+
+    loss: Loss = "ppo"
+    """Policy loss per token."""
+
+    steps: Count = 150
+    """Optimizer steps."""
+
+    groups_per_step: Count = 32
+    """Prompts that one step trains on; each is answered `samples_per_group` times."""
+
+    samples_per_group: Annotated[int, Field(ge=1, le=1024)] = 8
+    """Answers per prompt; their mean reward is the baseline."""
+
+    batch_size: Count | None = None
+    """Answers per step, a check only: must equal groups_per_step * samples_per_group when it is set."""
+
+    learning_rate: Rate = 2e-4
+    """Peak learning rate."""
+
+    ramp_steps: CountOrZero = 15
+    """Steps of linear ramp from 0 to the peak."""
+
+    final_lr_fraction: Share = 0.2
+    """Floor of the linear decay as a share of the peak."""
+
+    max_lag: Annotated[int, Field(ge=0, le=1000)] = 1
+    """Largest age of a trained answer in weight versions; 0 is fully synchronous. Nothing is discarded: the window of
+    open prompts is (max_lag + 1) * groups_per_step."""
+
+    clip_low: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.2
+    """Lower clip width: the probability ratio is clipped at 1 - clip_low."""
+
+    clip_high: Annotated[float, Field(ge=0.0, le=10.0)] = 0.2
+    """Upper clip width: the probability ratio is clipped at 1 + clip_high."""
+
+    temperature: Annotated[float, Field(gt=0.0, le=10.0)] = 1.0
+    """Sampling temperature of training answers; evaluation is greedy."""
+
+    max_tokens: Count = 12
+    """Upper bound of generated tokens per answer; prompt and answer must fit the model's context."""
+
+    verifier: str = "label"
+    """Verifier of the training reward, one of the task's."""
+
+    no_progress_seconds: Seconds = 180.0
+    """The run fails with phase, waiting party and age when nothing has moved for this long."""
+
+    max_grad_norm: Annotated[float, Field(ge=0.0, le=1e6)] = 1.0
+    """Limit of the gradient's norm; 0 turns it off."""
+
+
+class EvaluationConfig(_Section):
+    """Held-out evaluation: greedy answers through the gateway, graded in the sandbox."""
+
+    prompts: Count = 400
+    """Held-out prompts of the main set, after warm-up and at the end; further sets of the task take half as many."""
+
+    every_steps: CountOrZero = 50
+    """Steps between intermediate evaluations; 0 evaluates at the ends only."""
+
+    intermediate_prompts: Count = 64
+    """Prompts of an intermediate evaluation."""
+
+    surrogate_prompts: CountOrZero = 64
+    """Answers that the surrogate verifier grades too, at the ends; 0 leaves it out."""
+
+    full_prompts: CountOrZero = 4
+    """Answers that the full verifier grades too, at the ends; 0 leaves it out."""
+
+
+class CheckpointConfig(_Section):
+    """Checkpoints: learner state, loop cursor and queue cut as one commit."""
+
+    every_steps: CountOrZero = 25
+    """Steps between checkpoints, in warm-up too; 0 writes none, and recovery replays from the beginning."""
+
+
+class FleetConfig(_Section):
+    """Processes of the run."""
+
+    engines: Annotated[int, Field(ge=1, le=4096)] = 2
+    """Inference replicas."""
+
+    rollout_workers: Annotated[int, Field(ge=1, le=4096)] = 2
+    """Rollout workers; each holds up to 16 prompts at once."""
+
+    transport: Transport = "shm"
+    """Way of the weights from learner to replicas: `shm` on one host, `ucx` over any network that UCX finds."""
+
+    sync_timeout_seconds: Seconds = 30.0
+    """Seconds that one weight sync may take; it is tried once more, then the run fails with the receiver's text."""
+
+
+class RunConfig(_Section):
+    """What to train: one run file."""
+
+    name: Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$")] = "xrd-phase-id"
+    """Short name (a-z, 0-9, "-"); the run id is this name with a short hash."""
+
+    seed: Annotated[int, Field(ge=0, lt=2**62)] = 0
+    """Seed of data, initialisation and sampling."""
+
+    task: TaskConfig = TaskConfig()
+    model: ModelConfig = ModelConfig()
+    warmup: WarmupConfig = WarmupConfig()
+    rl: RlConfig = RlConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    fleet: FleetConfig = FleetConfig()

@@ -1,0 +1,145 @@
+"""Checks that cross fields, and the counts that follow from a run file: done before anything starts."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from pathlib import Path
+
+from reflux_runs.config import RunConfig
+from reflux_runs.errors import ConfigError, Refusal
+
+FRESH_CONTEXT_TOKENS = 64
+"""Context of a freshly initialised model: prompt and answer of the example fit twice."""
+TASK_GROUP = "reflux.tasks"
+
+
+@dataclass(frozen=True)
+class Catalog:
+    """What is installed where the check runs. Empty `tasks` means unknown: the trainer checks again."""
+
+    tasks: Sequence[str] = ()
+    verifiers: Mapping[str, Sequence[str]] | None = None
+    """Verifier names per task."""
+    prompt_tokens: Mapping[str, int] | None = None
+    """Longest prompt per task, in tokens."""
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What a run file amounts to."""
+
+    samples_per_step: int
+    window_prompts: int
+    """Most prompts that are open at once."""
+    rl_prompts: int
+    """Prompts that are trained on, filtered ones not counted."""
+    rl_samples: int
+    warmup_examples: int
+    optimizer_steps: int
+    evaluation_prompts: int
+    """Held-out prompts of the main set over all evaluations."""
+    checkpoints: int
+
+    def lines(self) -> list[str]:
+        """One line per count for people."""
+        return [f"{name.replace('_', ' ')}: {value:,}" for name, value in vars(self).items()]
+
+
+def installed_catalog() -> Catalog:
+    """Tasks by their entry points, without importing them."""
+    return Catalog(tasks=sorted({entry.name for entry in entry_points(group=TASK_GROUP)}))
+
+
+def derive(config: RunConfig) -> Counts:
+    """Counts of a configuration that passed `preflight`."""
+    rl, every = config.rl, config.checkpoint.every_steps
+    between = (rl.steps - 1) // config.evaluation.every_steps if config.evaluation.every_steps else 0
+    return Counts(
+        samples_per_step=rl.groups_per_step * rl.samples_per_group,
+        window_prompts=(rl.max_lag + 1) * rl.groups_per_step,
+        rl_prompts=rl.steps * rl.groups_per_step,
+        rl_samples=rl.steps * rl.groups_per_step * rl.samples_per_group,
+        warmup_examples=config.warmup.steps * config.warmup.batch_size,
+        optimizer_steps=config.warmup.steps + rl.steps,
+        evaluation_prompts=2 * config.evaluation.prompts + between * config.evaluation.intermediate_prompts,
+        checkpoints=config.warmup.steps // every + rl.steps // every if every else 0,
+    )
+
+
+def preflight(config: RunConfig, catalog: Catalog | None = None) -> Counts:
+    """Refuses what cannot work, all at once, with ConfigError; returns the derived counts."""
+    catalog = installed_catalog() if catalog is None else catalog
+    refusals = [*_batch(config), *_task(config, catalog), *_model(config, catalog)]
+    if refusals:
+        raise ConfigError(tuple(refusals))
+    return derive(config)
+
+
+def _batch(config: RunConfig) -> list[Refusal]:
+    rl, found = config.rl, []
+    size = rl.groups_per_step * rl.samples_per_group
+    if rl.batch_size is not None and rl.batch_size % rl.samples_per_group:
+        reason = f"is not divisible into groups of rl.samples_per_group = {rl.samples_per_group}"
+        found.append(Refusal("rl.batch_size", rl.batch_size, reason, str(size)))
+    elif rl.batch_size not in (None, size):
+        reason = f"is not rl.groups_per_step * rl.samples_per_group = {rl.groups_per_step} * {rl.samples_per_group}"
+        found.append(Refusal("rl.batch_size", rl.batch_size, reason, str(size)))
+    needed = 3 if rl.algorithm == "leave_one_out" else 2
+    if rl.samples_per_group < needed:
+        reason = f"{rl.algorithm} compares answers of one prompt and needs at least {needed}"
+        found.append(Refusal("rl.samples_per_group", rl.samples_per_group, reason, "8"))
+    if rl.ramp_steps > rl.steps:
+        reason = f"is longer than rl.steps = {rl.steps}"
+        found.append(Refusal("rl.ramp_steps", rl.ramp_steps, reason, str(rl.steps // 10)))
+    for key in ("surrogate_prompts", "full_prompts", "intermediate_prompts"):
+        value = getattr(config.evaluation, key)
+        if value > config.evaluation.prompts:
+            reason = f"is more than evaluation.prompts = {config.evaluation.prompts}"
+            found.append(Refusal(f"evaluation.{key}", value, reason, str(config.evaluation.prompts)))
+    return found
+
+
+def _task(config: RunConfig, catalog: Catalog) -> list[Refusal]:
+    name = config.task.name
+    if catalog.tasks and name not in catalog.tasks:
+        return [
+            Refusal("task.name", name, "no such task is installed", " or ".join(f'"{task}"' for task in catalog.tasks))
+        ]
+    known = (catalog.verifiers or {}).get(name, ())
+    if known and config.rl.verifier not in known:
+        reason = f"task {name} has no such verifier"
+        return [Refusal("rl.verifier", config.rl.verifier, reason, " or ".join(f'"{verifier}"' for verifier in known))]
+    return []
+
+
+def _model(config: RunConfig, catalog: Catalog) -> list[Refusal]:
+    model = config.model
+    if model.path:
+        context, refusal = _context_of(Path(model.path))
+        if refusal:
+            return [refusal]
+    else:
+        context = FRESH_CONTEXT_TOKENS
+        if model.hidden_size % (2 * model.num_heads):
+            reason = f"does not divide into model.num_heads = {model.num_heads} heads of even size"
+            fitting = max(1, round(model.hidden_size / (2 * model.num_heads))) * 2 * model.num_heads
+            return [Refusal("model.hidden_size", model.hidden_size, reason, str(fitting))]
+    room = context - (catalog.prompt_tokens or {}).get(config.task.name, 1)
+    if config.rl.max_tokens > room:
+        reason = f"prompt and answer would exceed the model's context of {context} tokens"
+        return [Refusal("rl.max_tokens", config.rl.max_tokens, reason, f"{max(room, 1)} or less")]
+    return []
+
+
+def _context_of(folder: Path) -> tuple[int, Refusal | None]:
+    files = ("config.json", "tokenizer.json")
+    missing = next((name for name in files if not (folder / name).is_file()), None)
+    if missing:
+        reason = f"the folder has no {missing}" if folder.is_dir() else "there is no such folder"
+        return 0, Refusal("model.path", str(folder), reason, 'a folder in Hugging Face layout, or "" for a fresh model')
+    try:
+        document = json.loads((folder / "config.json").read_text())
+        return int(document.get("max_position_embeddings", 2048)), None
+    except (ValueError, AttributeError, TypeError):
+        return 0, Refusal("model.path", str(folder), "its config.json cannot be read", "a complete folder")
