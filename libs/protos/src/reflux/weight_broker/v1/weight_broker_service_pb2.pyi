@@ -31,12 +31,18 @@ class RegisterReplicaRequest(_message.Message):
     MODEL_ID_FIELD_NUMBER: _builtins.int
     LAYOUT_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
     replica: _builtins.str
     """Name of the replica, the same that the gateway knows."""
     model_id: _builtins.str
     """Model whose versions it follows."""
     incarnation: _builtins.str
     """Random id of the replica process."""
+    epoch: _builtins.int
+    """Epoch that the process already serves, after a reconnect; 0 when it serves none."""
+    version: _builtins.int
+    """Version that the process already serves, after a reconnect."""
     @_builtins.property
     def layout(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TensorSlot]:
         """Layout of its shadow arena; names, shapes and dtypes must equal the publisher's."""
@@ -48,10 +54,12 @@ class RegisterReplicaRequest(_message.Message):
         model_id: _builtins.str = ...,
         layout: _abc.Iterable[_common_pb2.TensorSlot] | None = ...,
         incarnation: _builtins.str = ...,
+        epoch: _builtins.int = ...,
+        version: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "layout", b"layout", "model_id", b"model_id", "replica", b"replica"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "incarnation", b"incarnation", "layout", b"layout", "model_id", b"model_id", "replica", b"replica", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -260,6 +268,7 @@ class AckVersionRequest(_message.Message):
     TRANSFER_SECONDS_FIELD_NUMBER: _builtins.int
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     PAUSE_MS_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
     replica: _builtins.str
     """Name of the replica."""
     model_id: _builtins.str
@@ -278,6 +287,8 @@ class AckVersionRequest(_message.Message):
     """xxh3_64 over all parameters in layout order, with COMMITTED only."""
     pause_ms: _builtins.float
     """Milliseconds that decoding stood still, with COMMITTED only."""
+    incarnation: _builtins.str
+    """Incarnation from the registration; another one's report is refused."""
     def __init__(
         self,
         *,
@@ -290,10 +301,11 @@ class AckVersionRequest(_message.Message):
         transfer_seconds: _builtins.float = ...,
         fingerprint: _builtins.int = ...,
         pause_ms: _builtins.float = ...,
+        incarnation: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "epoch", b"epoch", "error", b"error", "fingerprint", b"fingerprint", "model_id", b"model_id", "outcome", b"outcome", "pause_ms", b"pause_ms", "replica", b"replica", "transfer_seconds", b"transfer_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "epoch", b"epoch", "error", b"error", "fingerprint", b"fingerprint", "incarnation", b"incarnation", "model_id", b"model_id", "outcome", b"outcome", "pause_ms", b"pause_ms", "replica", b"replica", "transfer_seconds", b"transfer_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -340,6 +352,7 @@ class BeginVersionRequest(_message.Message):
     PUBLISHER_EPOCH_FIELD_NUMBER: _builtins.int
     SYNC_TIMEOUT_SECONDS_FIELD_NUMBER: _builtins.int
     MIN_REPLICAS_FIELD_NUMBER: _builtins.int
+    REPLAY_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Client-chosen UUID that makes retries safe; remembered for one hour."""
     model_id: _builtins.str
@@ -358,6 +371,8 @@ class BeginVersionRequest(_message.Message):
     """Seconds until the version is aborted when a replica has not answered."""
     min_replicas: _builtins.int
     """Replicas that must take part; fewer registered ones are waited for within the timeout. 0 takes those that are there."""
+    replay: _builtins.bool
+    """The publisher was restored from a checkpoint: its version may be lower than the committed one. The epoch still grows."""
     @_builtins.property
     def layout(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TensorSlot]:
         """Layout of the publisher's arena."""
@@ -380,10 +395,11 @@ class BeginVersionRequest(_message.Message):
         publisher_epoch: _builtins.int = ...,
         sync_timeout_seconds: _builtins.float = ...,
         min_replicas: _builtins.int = ...,
+        replay: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksums", b"checksums", "layout", b"layout", "min_replicas", b"min_replicas", "model_id", b"model_id", "publisher_epoch", b"publisher_epoch", "region_handle", b"region_handle", "request_id", b"request_id", "slice_bytes", b"slice_bytes", "sync_timeout_seconds", b"sync_timeout_seconds", "transport", b"transport", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksums", b"checksums", "layout", b"layout", "min_replicas", b"min_replicas", "model_id", b"model_id", "publisher_epoch", b"publisher_epoch", "region_handle", b"region_handle", "replay", b"replay", "request_id", b"request_id", "slice_bytes", b"slice_bytes", "sync_timeout_seconds", b"sync_timeout_seconds", "transport", b"transport", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -496,18 +512,22 @@ class GetVersionResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     VERSION_FIELD_NUMBER: _builtins.int
+    LAST_EPOCH_FIELD_NUMBER: _builtins.int
+    last_epoch: _builtins.int
+    """Highest epoch that was ever begun: the token of the next publisher."""
     @_builtins.property
     def version(self) -> _weight_version_pb2.WeightVersion:
-        """The version as stored."""
+        """The version as stored; unset when epoch 0 was asked for and nothing is committed."""
 
     def __init__(
         self,
         *,
         version: _weight_version_pb2.WeightVersion | None = ...,
+        last_epoch: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["last_epoch", b"last_epoch", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

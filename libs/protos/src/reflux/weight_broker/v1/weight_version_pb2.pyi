@@ -118,6 +118,7 @@ class ReplicaState(_message.Message):
     ERROR_FIELD_NUMBER: _builtins.int
     PAUSE_MS_FIELD_NUMBER: _builtins.int
     TRANSFER_SECONDS_FIELD_NUMBER: _builtins.int
+    FINGERPRINT_FIELD_NUMBER: _builtins.int
     replica: _builtins.str
     """Name of the replica."""
     version: _builtins.int
@@ -130,6 +131,8 @@ class ReplicaState(_message.Message):
     """Pause of the last swap in milliseconds."""
     transfer_seconds: _builtins.float
     """Seconds of the last transfer."""
+    fingerprint: _builtins.int
+    """xxh3_64 over the parameters that it serves, 0 when it did not say."""
     def __init__(
         self,
         *,
@@ -139,10 +142,11 @@ class ReplicaState(_message.Message):
         error: _builtins.str = ...,
         pause_ms: _builtins.float = ...,
         transfer_seconds: _builtins.float = ...,
+        fingerprint: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "error", b"error", "pause_ms", b"pause_ms", "replica", b"replica", "transfer_seconds", b"transfer_seconds", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "error", b"error", "fingerprint", b"fingerprint", "pause_ms", b"pause_ms", "replica", b"replica", "transfer_seconds", b"transfer_seconds", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
