@@ -1,6 +1,8 @@
 """Model folders: what we write is what we and transformers read, and every damage is named."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,9 +11,11 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from reflux_model.config import ModelConfig, config_from_hf
+from reflux_model.creation import CONFIG_FILE, WEIGHTS_FILE, create_folder, fourier_rows
 from reflux_model.errors import ModelFolderError, ParameterMismatchError, UnsupportedModelError
-from reflux_model.folder import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, create_folder, load_folder, save_folder
-from reflux_model.parameters import FourierRows, initial_parameters, num_parameters
+from reflux_model.folder import INDEX_FILE, load_folder, save_folder
+from reflux_model.parameters import initial_parameters
+from reflux_model.shapes import num_parameters
 
 CONFIG = ModelConfig(
     vocab_size=40,
@@ -67,17 +71,22 @@ def test_shards_are_read_through_their_index(tmp_path: Path) -> None:
         load_folder(tmp_path)
 
 
-def test_fourier_rows_make_neighbours_similar_and_leave_the_rest() -> None:
+def test_fourier_rows_make_neighbours_similar_and_leave_the_rest(tmp_path: Path) -> None:
     plain = initial_parameters(CONFIG, 2)["model.embed_tokens.weight"]
-    rows = FourierRows(first=4, count=30, noise=1e-4)
-    embedding = initial_parameters(CONFIG, 2, fourier=rows)["model.embed_tokens.weight"]
+    create_folder(tmp_path, CONFIG, 2, rows=fourier_rows(4, 30, CONFIG.hidden_size, seed=5, noise=1e-4))
+    embedding = load_folder(tmp_path)[1]["model.embed_tokens.weight"]
     assert torch.equal(embedding[:4], plain[:4])
     assert torch.equal(embedding[34:], plain[34:])
     near = torch.cosine_similarity(embedding[10], embedding[11], 0)
     far = torch.cosine_similarity(embedding[10], embedding[25], 0)
     assert near > far + 0.2
-    with pytest.raises(ParameterMismatchError, match="outside the vocabulary"):
-        initial_parameters(CONFIG, 2, fourier=FourierRows(first=20, count=30))
+    with pytest.raises(ParameterMismatchError, match="do not fit a vocabulary"):
+        initial_parameters(CONFIG, 2, rows=fourier_rows(20, 30, CONFIG.hidden_size, seed=5))
+
+
+def test_creating_a_folder_does_not_import_torch() -> None:
+    code = "import sys, reflux_model.creation; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
 
 
 def test_a_missing_folder_and_each_missing_file_is_named(tmp_path: Path) -> None:

@@ -10,18 +10,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from reflux_model.config import ModelConfig, config_from_hf, config_to_hf
+from reflux_model.config import ModelConfig, config_from_hf
+from reflux_model.creation import CONFIG_FILE, WEIGHTS_FILE, write_config
 from reflux_model.errors import ModelFolderError
-from reflux_model.parameters import FourierRows, check_parameters, initial_parameters, parameter_shapes
+from reflux_model.parameters import check_parameters
+from reflux_model.shapes import parameter_shapes
 
-CONFIG_FILE = "config.json"
-WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-
-
-def create_folder(folder: Path, config: ModelConfig, seed: int, *, fourier: FourierRows | None = None) -> None:
-    """Writes a randomly initialised model; the same seed gives the same bytes. Tokenizer files are the caller's."""
-    save_folder(folder, config, initial_parameters(config, seed, fourier=fourier))
 
 
 def save_folder(folder: Path, config: ModelConfig, params: Mapping[str, Tensor]) -> None:
@@ -33,9 +28,7 @@ def save_folder(folder: Path, config: ModelConfig, params: Mapping[str, Tensor])
         {name: params[name].detach().contiguous() for name in parameter_shapes(config)}, weights, {"format": "pt"}
     )
     weights.replace(folder / WEIGHTS_FILE)
-    text = folder / (CONFIG_FILE + ".tmp")
-    text.write_text(json.dumps(config_to_hf(config), indent=2, sort_keys=True) + "\n")
-    text.replace(folder / CONFIG_FILE)
+    write_config(folder, config)
 
 
 def load_config(folder: Path) -> ModelConfig:
