@@ -67,9 +67,7 @@ def make_pattern(phases: Sequence[Phase], level: Level, rng: np.random.Generator
         angle, height = _lines(phase, scale, level, rng)
         angles.append(angle)
         heights.append(share * height / max(height.max(initial=0.0), 1e-9))
-    zero_shift = (
-        float(rng.uniform(-level.zero_shift_degrees, level.zero_shift_degrees)) if level.zero_shift_degrees else 0.0
-    )
+    zero_shift = level.zero_shift_degrees * float(rng.uniform(-1.0, 1.0))
     two_theta, intensity = np.concatenate(angles) + zero_shift, np.concatenate(heights)
     two_theta, intensity = _lose_and_add(two_theta, intensity, level, rng)
     two_theta, intensity = merge_peaks(two_theta, intensity)
@@ -89,9 +87,10 @@ def _cell_scale(system: str, level: Level, rng: np.random.Generator) -> np.ndarr
 
 
 def _lines(phase: Phase, scale: np.ndarray, level: Level, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    two_theta = line_angles(phase.lattice * scale[:, None], phase.hkl)
+    hkl, intensity = phase.strongest
+    two_theta = line_angles(phase.lattice * scale[:, None], hkl)
     reached = ~np.isnan(two_theta)
-    two_theta, intensity = two_theta[reached], phase.intensity[reached]
+    two_theta, intensity = two_theta[reached], intensity[reached]
     if level.jitter:
         intensity = intensity * np.exp(rng.normal(0.0, level.jitter, len(intensity)))
     return two_theta, intensity

@@ -14,21 +14,25 @@ import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from reflux_tasks.xrd.cell import SYMMETRY_PRECISION_ANGSTROM, standard_cell
+
 WAVELENGTH_ANGSTROM = 1.54184
 """Mean of Cu K-alpha1 and K-alpha2 (2:1)."""
-FORMAT_VERSION = 2
+FORMAT_VERSION = 4
 """Version of the cached file; a change of layout, filter or line computation raises it."""
 MAX_ATOMS = 48
 MAX_LABEL_WORDS = 5
 MAX_LINES = 60
 MIN_LINES = 3
+WEAKEST_LINE = 1e-4
+"""Lines below this share of the strongest are dropped."""
 SUBSET_SEED = 7
-SYMMETRY_PRECISION_ANGSTROM = 0.01
 
 _ARRAYS = ("hkl", "intensity", "lattice", "coords")
 
@@ -46,19 +50,30 @@ class Phase:
     """AFLOW label of the prototype, such as "A2B_tP6_136_f_a"."""
     system: str
     """Crystal system: cubic, hexagonal, trigonal, tetragonal, orthorhombic, monoclinic or triclinic."""
+    hall: str
+    """Hall symbol of the setting that `lattice` and `coords` are in."""
     species: tuple[str, ...]
-    hkl: np.ndarray
-    """Miller indices [lines, 3] of the strongest lines, by rising angle."""
-    intensity: np.ndarray
-    """Intensities [lines], the strongest is 1."""
-    lattice: np.ndarray
-    """Lattice vectors [3, 3] in angstrom, one per row."""
+    """Element of each atom of the asymmetric unit."""
     coords: np.ndarray
-    """Fractional coordinates [atoms, 3]."""
+    """Fractional coordinates [atoms, 3] of the asymmetric unit."""
+    multiplicities: tuple[int, ...]
+    """Atoms in the cell that symmetry makes of each atom of the asymmetric unit."""
+    lattice: np.ndarray
+    """Lattice vectors [3, 3] of the conventional cell in angstrom, one per row."""
+    hkl: np.ndarray
+    """Miller indices [lines, 3] between 8 and 95 degrees, by rising angle; one of each family."""
+    intensity: np.ndarray
+    """Intensities [lines] of whole families with Lorentz-polarisation factor, the strongest is 1."""
 
     @property
     def name(self) -> str:
         return f"{self.formula}_{self.space_group}"
+
+    @cached_property
+    def strongest(self) -> tuple[np.ndarray, np.ndarray]:
+        """Miller indices and intensities of the 60 strongest lines, by rising angle."""
+        chosen = np.sort(np.argsort(-self.intensity, kind="stable")[:MAX_LINES])
+        return self.hkl[chosen], self.intensity[chosen]
 
 
 def line_angles(lattice: np.ndarray, hkl: np.ndarray) -> np.ndarray:
@@ -72,8 +87,8 @@ def load_phases(cache_dir: Path, count: int | None = 128) -> list[Phase]:
     """The phases of the task, built on first use (about 15 s) and cached in `cache_dir`.
 
     `count` takes the fixed random subset of that size (the same on every machine); None takes all. Safe with concurrent
-    callers: one builds, the others wait, and the file appears by an atomic rename. Raises ValueError for a count that is
-    out of range and OSError when the folder cannot be written.
+    callers: one builds, the others wait, and the file appears by an atomic rename. Raises ValueError for a count out of
+    range and OSError when the folder cannot be written.
     """
     phases = _load_or_build(Path(cache_dir))
     if count is None:
@@ -136,7 +151,9 @@ def _unpack(rows: Sequence[Mapping[str, Any]], arrays: Mapping[str, np.ndarray])
             elements=tuple(row["elements"]),
             prototype=row["prototype"],
             system=row["system"],
+            hall=row["hall"],
             species=tuple(row["species"]),
+            multiplicities=tuple(row["multiplicities"]),
             hkl=arrays["hkl"][lines].astype(float),
             intensity=arrays["intensity"][lines],
             lattice=arrays["lattice"][i],
@@ -145,7 +162,7 @@ def _unpack(rows: Sequence[Mapping[str, Any]], arrays: Mapping[str, np.ndarray])
 
 
 def _write(path: Path, phases: Sequence[Phase]) -> None:
-    keys = ("formula", "space_group", "label", "elements", "prototype", "system", "species")
+    keys = ("formula", "space_group", "label", "elements", "prototype", "system", "hall", "species", "multiplicities")
     rows = [{key: getattr(phase, key) for key in keys} | {"lines": len(phase.hkl)} for phase in phases]
     header = json.dumps({"format": FORMAT_VERSION, "phases": rows}).encode()
     arrays = {
@@ -192,8 +209,8 @@ def _phase(structure: Any, prototype: str, seen: set[str]) -> Phase | None:
     label = _label(composition, space_group)
     if f"{formula}_{space_group}" in seen or len(label) > MAX_LABEL_WORDS:
         return None
-    conventional = analyzer.get_conventional_standard_structure()
-    hkl, intensity = _strongest_lines(conventional)
+    cell = standard_cell(structure)
+    hkl, intensity = _lines(cell.structure)
     if len(hkl) < MIN_LINES:
         return None
     return Phase(
@@ -203,11 +220,13 @@ def _phase(structure: Any, prototype: str, seen: set[str]) -> Phase | None:
         elements=tuple(element.symbol for element in composition.elements),
         prototype=prototype,
         system=analyzer.get_crystal_system(),
-        species=tuple(site.specie.symbol for site in conventional),
+        hall=cell.hall,
+        species=cell.species,
+        coords=cell.coords,
+        multiplicities=tuple(cell.multiplicities.tolist()),
+        lattice=np.array(cell.structure.lattice.matrix),
         hkl=hkl,
         intensity=intensity,
-        lattice=np.array(conventional.lattice.matrix),
-        coords=np.array(conventional.frac_coords),
     )
 
 
@@ -220,7 +239,7 @@ def _label(composition: Any, space_group: int) -> tuple[str, ...]:
     return (*words, f"sg{space_group}")
 
 
-def _strongest_lines(structure: Any) -> tuple[np.ndarray, np.ndarray]:
+def _lines(structure: Any) -> tuple[np.ndarray, np.ndarray]:
     from pymatgen.analysis.diffraction.xrd import XRDCalculator
 
     calculator = XRDCalculator(wavelength=WAVELENGTH_ANGSTROM)
@@ -228,6 +247,6 @@ def _strongest_lines(structure: Any) -> tuple[np.ndarray, np.ndarray]:
     # hexagonal cells give four indices (h, k, i, l); i is redundant
     families = [family[0]["hkl"] for family in pattern.hkls]
     hkl = np.array([(index[0], index[1], index[-1]) for index in families], float).reshape(-1, 3)
-    intensity = np.array(pattern.y)
-    chosen = np.sort(np.argsort(-intensity)[:MAX_LINES])
-    return hkl[chosen], intensity[chosen] / intensity.max(initial=1e-300)
+    intensity = np.array(pattern.y) / np.max(pattern.y, initial=1e-300)
+    chosen = intensity > WEAKEST_LINE
+    return hkl[chosen], intensity[chosen]

@@ -14,9 +14,12 @@ from reflux_tasks.options import InvalidOption, parse_options
 from reflux_tasks.task import Problem, Split, Task
 from reflux_tasks.verify import Verifier
 from reflux_tasks.xrd.answers import format_answer
+from reflux_tasks.xrd.database import PhaseDatabase
+from reflux_tasks.xrd.full import FullVerifier
 from reflux_tasks.xrd.label import LabelVerifier
 from reflux_tasks.xrd.patterns import LEVELS, LevelName, Pattern, make_pattern
 from reflux_tasks.xrd.phases import Phase, load_phases
+from reflux_tasks.xrd.surrogate import SurrogateVerifier
 from reflux_tasks.xrd.vocabulary import ELEMENT_SLOTS, Vocabulary
 
 HELDOUT_PAIR_SHARE = 4
@@ -105,7 +108,9 @@ class XrdTask(Task[XrdProblem]):
 
     @cached_property
     def verifiers(self) -> Mapping[str, Verifier]:
-        return {"label": LabelVerifier()}
+        database = PhaseDatabase(self.cache_dir)
+        verifiers = (LabelVerifier(), SurrogateVerifier(database), FullVerifier(database))
+        return {verifier.name: verifier for verifier in verifiers}
 
     def problem(self, split: Split, index: int) -> XrdProblem:
         if split not in _STREAMS or index < 0:

@@ -1,0 +1,35 @@
+"""The phases that answers may name, looked up by their words; loaded on first use."""
+
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+
+from reflux_tasks.xrd.phases import Phase, load_phases
+from reflux_tasks.xrd.refinement import Candidate
+
+
+class PhaseDatabase:
+    """All phases of the collection by label; one object per process and cache folder is enough."""
+
+    def __init__(self, cache_dir: Path) -> None:
+        self.cache_dir = cache_dir
+
+    @cached_property
+    def phases(self) -> dict[str, Phase]:
+        """Phases by the text of their label, such as "Ti O n2 sg136"."""
+        return {" ".join(phase.label): phase for phase in load_phases(self.cache_dir, None)}
+
+
+def candidate(phase: Phase, cell_scale: np.ndarray) -> Candidate:
+    """The phase with stretched lattice vectors, as a refinement takes it."""
+    lattice = phase.lattice * np.asarray(cell_scale, float)[:, None]
+    lengths = np.linalg.norm(lattice, axis=1)
+    cosines = [lattice[i] @ lattice[j] / lengths[i] / lengths[j] for i, j in ((1, 2), (0, 2), (0, 1))]
+    angles = np.degrees(np.arccos(cosines))
+    a, b, c, alpha, beta, gamma = (float(value) for value in (*lengths, *angles))
+    sites = tuple(
+        (element, float(x), float(y), float(z), multiplicity)
+        for element, (x, y, z), multiplicity in zip(phase.species, phase.coords, phase.multiplicities, strict=True)
+    )
+    return Candidate(phase.name, (a, b, c, alpha, beta, gamma), phase.hall, sites)

@@ -1,0 +1,119 @@
+"""The full verifier: a Rietveld refinement of the proposed phases against a profile of the true sample."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+
+from reflux_tasks.verify import Answer, Fidelity, Grade, Verifier, answer_words
+from reflux_tasks.xrd.align import align
+from reflux_tasks.xrd.answers import InvalidAnswer, NamedPhase, parse_answer
+from reflux_tasks.xrd.database import PhaseDatabase, candidate
+from reflux_tasks.xrd.measurement import simulate_measurement
+from reflux_tasks.xrd.profile import Profile, snip_background
+from reflux_tasks.xrd.refinement import MAX_PHASES, Fit, RefinementOptions, refine
+
+MIN_NEED = 0.3
+"""True phases of 10 % mass need >= 0.7 on measured mixtures, surplus ones <= 0.24."""
+CELL_REACH = 0.006
+"""Largest relative change of a cell length in the refinement, from the aligned start."""
+CELL_EDGE = 0.95
+"""A cell this close to its limit has run into it."""
+PHASE_PENALTY = 0.02
+WORST_R_WB = 0.45
+BEST_R_WB = 0.15
+OPTIONS = RefinementOptions(shift="zero", cell_limit=CELL_REACH)
+
+
+class FullVerifier(Verifier):
+    """Reward = gate * clip((0.45 - R_wb - 0.02 * phases) / 0.30, 0, 1).
+
+    R_wb = sqrt(sum w (yo - yc)^2 / sum w (yo - b)^2) with w = 1 / max(yo, 1) over all points, b the background estimate.
+    The observed profile yo is simulated with counting statistics from the strained true structures (measurement.py). The
+    gate is 1 when the answer names 1 to 5 different phases of the database with allowed elements only, and after the
+    refinement every scale is positive, every phase is needed (need >= 0.3: chi2 grows by 30 % without it) and no cell
+    length has run into its limit; else 0. An answer against the grammar is `invalid`.
+    """
+
+    name: ClassVar[str] = "full"
+    version: ClassVar[str] = "full-1"
+    fidelity: ClassVar[Fidelity] = "full"
+    trusted: ClassVar[bool] = False
+    cost_seconds: ClassVar[float] = 1.0
+
+    def __init__(self, database: PhaseDatabase, python: Path | None = None) -> None:
+        self.database = database
+        self.python = python
+
+    def grade(self, payload: Mapping[str, Any], answers: Sequence[Answer]) -> list[Grade]:
+        profile = simulate_measurement(payload, self.database)
+        background = snip_background(profile)
+        known: dict[frozenset[str], Grade] = {}
+        grades = []
+        for answer in answers:
+            try:
+                named = parse_answer(answer_words(answer))
+            except InvalidAnswer as error:
+                grades.append(Grade("invalid", 0.0, {"reason": str(error)}))
+                continue
+            refusal = self._refusal(named, frozenset(payload["elements"]))
+            if refusal:
+                grades.append(Grade("scored", 0.0, {"gate": refusal}))
+                continue
+            key = frozenset(phase.text for phase in named)  # the order of an answer means nothing to a refinement
+            if key not in known:
+                known[key] = self._refined(sorted(key), profile, background)
+            grades.append(known[key])
+        return grades
+
+    def _refusal(self, named: Sequence[NamedPhase], allowed: frozenset[str]) -> str:
+        """Why an answer is not worth a refinement; empty when it is."""
+        if len(named) > MAX_PHASES:
+            return f"more than {MAX_PHASES} phases"
+        if len({phase.text for phase in named}) < len(named):
+            return "a phase twice"
+        if any(not phase.elements <= allowed for phase in named):
+            return "an element that is not in the sample"
+        if any(phase.text not in self.database.phases for phase in named):
+            return "a phase that is not in the database"
+        return ""
+
+    def _refined(self, texts: Sequence[str], profile: Profile, background: np.ndarray) -> Grade:
+        phases = [self.database.phases[text] for text in texts]
+        candidates = [candidate(phase, align(profile, background, phase)) for phase in phases]
+        fit = refine(profile, candidates, OPTIONS, self.python)
+        gate = gate_reason(fit, OPTIONS.cell_limit, MIN_NEED)
+        return Grade("scored", 0.0 if gate else score(fit), {"gate": gate, **fit_detail(fit)})
+
+
+def gate_reason(fit: Fit, cell_limit: float, min_need: float) -> str:
+    """Which phase fails the gate and why; empty when all pass. Significance tests and fractions do not tell surplus phases."""
+    for phase in fit.phases:
+        if phase.scale <= 0:
+            return f"{phase.name}: negative scale"
+        if phase.need < min_need:
+            return f"{phase.name}: not needed"
+        if phase.cell_shift > CELL_EDGE * cell_limit:
+            return f"{phase.name}: cell at its limit"
+    return ""
+
+
+def score(fit: Fit) -> float:
+    """Quality of a fit that passed the gate, 0 to 1; each phase costs as much as 0.02 of R_wb."""
+    spread = WORST_R_WB - BEST_R_WB
+    return float(np.clip((WORST_R_WB - fit.r_wb - PHASE_PENALTY * len(fit.phases)) / spread, 0.0, 1.0))
+
+
+def fit_detail(fit: Fit) -> dict[str, Any]:
+    """Figures of a refinement for people, JSON types only."""
+    return {
+        "r_wp": round(fit.r_wp, 5),
+        "r_wb": round(fit.r_wb, 5),
+        "goodness": round(fit.goodness, 3),
+        "phases": {
+            phase.name: {"mass_fraction": round(phase.mass_fraction, 4), "need": round(phase.need, 4)}
+            for phase in fit.phases
+        },
+        "cpu_seconds": round(fit.cpu_seconds, 3),
+    }
