@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
+
 from reflux_kit.channel import open_channel
 from reflux_kit.settings import ServiceSettings
 
@@ -68,7 +69,7 @@ def settings() -> ServiceSettings:
     record = read_record()
     if record is None:
         raise ClientError(
-            f"no stack runs in {state_dir()}: start one with `reflux up`, or set REFLUX_TRAINER_ADDRESS for a remote one"
+            f"no stack runs in {state_dir()}: start one with `reflux up`, or name one with REFLUX_TRAINER_ADDRESS"
         )
     addresses = {field: record.grpc[name] for name, field in _ADDRESS_FIELDS.items()}
     return ServiceSettings(redis_url=record.redis_url, state_dir=str(record.state_dir), **addresses)

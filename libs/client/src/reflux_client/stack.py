@@ -16,7 +16,7 @@ _DOWN_SECONDS = 60.0
 
 
 def start(folder: Path, *, gateway_port: int = 0, trainer_port: int = 0, die_with_parent: bool = False) -> StackRecord:
-    """Starts the supervisor and waits until all services serve. Raises `ClientError` with the supervisor's last line."""
+    """Starts the supervisor and waits until all services serve. Raises `ClientError` with its last line."""
     folder.mkdir(parents=True, exist_ok=True)
     log_path = folder / "devstack.log"
     argv = [sys.executable, "-m", "reflux_devstack.main", "--state-dir", str(folder)]
@@ -41,7 +41,9 @@ def _wait_up(folder: Path, process: subprocess.Popen[bytes], log_path: Path) -> 
             return record
         if process.poll() is not None:
             lines = [line for line in log_path.read_text().splitlines() if line.startswith("reflux: ")]
-            raise ClientError(lines[-1].removeprefix("reflux: ") if lines else f"the stack did not start: see {log_path}")
+            raise ClientError(
+                lines[-1].removeprefix("reflux: ") if lines else f"the stack did not start: see {log_path}"
+            )
         time.sleep(0.05)
     raise ClientError(f"the stack did not come up within {_UP_SECONDS:.0f} s: see {log_path} and {folder / 'logs'}")
 

@@ -1,4 +1,4 @@
-"""The tree of one sample, read from the local span sink: prompt -> tokens -> verification -> advantage -> optimizer step."""
+"""The tree of one sample from the local span sink: prompt -> tokens -> verification -> advantage -> optimizer step."""
 
 import json
 from collections.abc import Iterable, Iterator
@@ -30,7 +30,9 @@ def parse_sample_id(sample: str) -> tuple[str, int, int | None]:
     """Splits "<run>/<prompt>[/<index>]". Raises `ClientError` for anything else."""
     parts = sample.split("/")
     if len(parts) not in (2, 3) or not all(part.isdigit() for part in parts[1:]):
-        raise ClientError(f"{sample!r} is not a sample id: write <run>/<prompt> or <run>/<prompt>/<index>, e.g. demo-1/17/3")
+        raise ClientError(
+            f"{sample!r} is not a sample id: write <run>/<prompt> or <run>/<prompt>/<index>, e.g. demo-1/17/3"
+        )
     return parts[0], int(parts[1]), int(parts[2]) if len(parts) == 3 else None
 
 
@@ -72,7 +74,8 @@ def _add(tree: Tree, node: SpanNode, origin_ns: int) -> None:
     details = " ".join(f"{key}={value}" for key, value in record["attributes"].items() if key not in _HIDDEN)
     failed = " [red]ERROR[/red]" if record["status"] == "ERROR" else ""
     at_ms = (record["start_ns"] - origin_ns) / 1e6
-    label = f"[cyan]{record['name']}[/cyan] {duration_ms:.1f} ms [dim]at +{at_ms:.1f} ms, {record['service']}[/dim] {details}"
+    where = f"[dim]at +{at_ms:.1f} ms, {record['service']}[/dim]"
+    label = f"[cyan]{record['name']}[/cyan] {duration_ms:.1f} ms {where} {details}"
     branch = tree.add(label + failed)
     for child in node.children:
         _add(branch, child, origin_ns)

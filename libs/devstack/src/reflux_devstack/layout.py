@@ -118,9 +118,7 @@ def valkey_spec(layout: Layout) -> ProcessSpec:
 def service_spec(name: str, layout: Layout) -> ProcessSpec:
     """One of our services, run by this interpreter."""
     argv = (sys.executable, "-m", MODULES[name])
-    return ProcessSpec(
-        name=name, argv=argv, environment=environment(layout), ready=lambda: _serving(layout.grpc[name])
-    )
+    return ProcessSpec(name=name, argv=argv, environment=environment(layout), ready=lambda: _serving(layout.grpc[name]))
 
 
 def _valkey_binary() -> str:

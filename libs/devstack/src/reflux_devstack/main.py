@@ -10,10 +10,9 @@ import signal
 import sys
 from pathlib import Path
 
-from reflux_kit import logs
-
 from reflux_devstack.processes import StackError
 from reflux_devstack.stack import running_stack
+from reflux_kit import logs
 
 _PR_SET_PDEATHSIG = 1
 

@@ -54,7 +54,7 @@ class Supervised:
     _starts: deque[float] = field(default_factory=deque)
 
     async def start(self) -> None:
-        """Starts the process and waits until it is ready. Raises `StackError` with its last words when it ends instead."""
+        """Starts the process and waits until it is ready. Raises `StackError` with its last words if it ends."""
         await self._spawn()
         assert self.process is not None
         ended = asyncio.ensure_future(self.process.wait())

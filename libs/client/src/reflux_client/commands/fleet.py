@@ -4,15 +4,15 @@ import asyncio
 import time
 
 import click
+from rich.console import Console
+from rich.table import Table
+from rich.tree import Tree
+
 from reflux.checkpoint.v1 import checkpoint_service_pb2 as checkpoint_pb
 from reflux.checkpoint.v1.checkpoint_pb2 import Checkpoint
 from reflux.checkpoint.v1.checkpoint_service_pb2_grpc import CheckpointServiceStub
 from reflux.scheduler.v1 import scheduler_service_pb2 as scheduler_pb
 from reflux.scheduler.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
-from rich.console import Console
-from rich.table import Table
-from rich.tree import Tree
-
 from reflux_client import connection
 
 

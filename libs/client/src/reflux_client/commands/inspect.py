@@ -6,7 +6,6 @@ import click
 from rich.console import Console
 
 from reflux_client import connection, tracing
-from reflux_client.report.build import write_report
 
 
 @click.command()
@@ -31,7 +30,7 @@ def logs(process: str, lines: int) -> None:
 @click.command()
 @click.argument("sample")
 def trace(sample: str) -> None:
-    """Print the tree of SAMPLE (<run>/<prompt>[/<index>]): tokens, verification, advantage, optimizer step, with durations."""
+    """Print the tree of SAMPLE (<run>/<prompt>[/<index>]): tokens, verification, advantage, step, with durations."""
     run, prompt, index = tracing.parse_sample_id(sample)
     roots = tracing.find_tree(connection.state_dir() / "traces", run, prompt)
     title = f"run {run}, prompt {prompt}" + ("" if index is None else f", sample {index}")
@@ -42,4 +41,6 @@ def trace(sample: str) -> None:
 @click.argument("folder", type=click.Path(path_type=Path, exists=True, file_okay=False))
 def report(folder: Path) -> None:
     """Write report.html of the run in FOLDER again."""
+    from reflux_client.report.build import write_report  # charts load slowly: only where they are drawn
+
     click.echo(write_report(folder))

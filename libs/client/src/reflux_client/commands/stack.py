@@ -4,16 +4,16 @@ import asyncio
 from pathlib import Path
 
 import click
+from rich.console import Console
+from rich.table import Table
+
 from reflux.inference_gateway.v1 import inference_gateway_service_pb2 as gateway_pb
 from reflux.inference_gateway.v1.inference_gateway_service_pb2_grpc import InferenceGatewayServiceStub
 from reflux.inference_gateway.v1.replica_pb2 import Replica
 from reflux.sandbox.v1 import sandbox_service_pb2 as sandbox_pb
 from reflux.sandbox.v1.sandbox_service_pb2_grpc import SandboxServiceStub
-from reflux_kit import auth
-from rich.console import Console
-from rich.table import Table
-
 from reflux_client import connection, stack
+from reflux_kit import auth
 
 
 @click.command()
@@ -74,5 +74,7 @@ def token(run_name: str) -> None:
     """Print a bearer token for HTTP calls, signed with REFLUX_STACK_SECRET."""
     secret = connection.settings().stack_secret
     if not secret:
-        raise connection.ClientError("this stack has no secret, so calls need no token (set REFLUX_STACK_SECRET to require one)")
+        raise connection.ClientError(
+            "this stack has no secret, so calls need no token (set REFLUX_STACK_SECRET to require one)"
+        )
     click.echo(auth.mint(secret, "operator", run=run_name))

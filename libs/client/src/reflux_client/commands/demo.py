@@ -1,0 +1,87 @@
+"""reflux demo, demo-seeds: the main job from nothing to a report, and nothing left running."""
+
+import asyncio
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import click
+
+from reflux_client import connection, seeds_table, stack
+from reflux_client.commands.runs import create, follow
+from reflux_client.runfile import load_run_file
+
+EXAMPLE = Path("examples/xrd-phase-id/run.toml")
+_SEEDS = (0, 1, 2)
+
+
+@contextmanager
+def _own_stack() -> Iterator[None]:
+    """A stack in a folder of its own that ends with this block, and with this process if that is killed."""
+    with tempfile.TemporaryDirectory(prefix="reflux-demo-", ignore_cleanup_errors=True) as folder:
+        before = os.environ.get("REFLUX_STATE_DIR")
+        os.environ["REFLUX_STATE_DIR"] = folder
+        os.environ.setdefault("REFLUX_TRAINER_RUNS_DIR", str(Path("runs").resolve()))
+        try:
+            stack.start(Path(folder), die_with_parent=True)
+            yield
+        finally:
+            stack.stop(Path(folder))
+            if before is None:
+                del os.environ["REFLUX_STATE_DIR"]
+            else:
+                os.environ["REFLUX_STATE_DIR"] = before
+
+
+def _report(folder: Path) -> Path:
+    from reflux_client.report.build import write_report  # charts load slowly: only where they are drawn
+
+    return write_report(folder)
+
+
+def _train(file: Path, seed: int | None, overrides: dict[str, Any] | None = None) -> Path:
+    """Runs `file` to its end on the present stack; returns the run folder. Raises `ClientError` when it fails."""
+    created = asyncio.run(create(load_run_file(file, seed, overrides)))
+    click.echo(f"run {created.name.removeprefix('runs/')}  folder {created.folder}")
+    if not follow(created.name):
+        raise connection.ClientError(f"the run failed; its folder is {created.folder}")
+    return Path(created.folder)
+
+
+@click.command()
+@click.option("--file", type=click.Path(path_type=Path), default=EXAMPLE, show_default=True, help="run file")
+@click.option("--seed", type=int, default=None, help="seed instead of the file's")
+def demo(file: Path, seed: int | None) -> None:
+    """Stack up, train on X-ray phase identification, report, stack down."""
+    load_run_file(file, seed)  # refuse a bad file before anything starts
+    with _own_stack():
+        folder = _train(file, seed)
+    summary = json.loads((folder / "summary.json").read_text())
+    click.echo(f"held-out reward {summary['reward_after_warmup']:.3f} -> {summary['reward_final']:.3f}")
+    click.echo(f"report {_report(folder)}")
+
+
+@click.command(name="demo-seeds")
+@click.option("--file", type=click.Path(path_type=Path), default=EXAMPLE, show_default=True, help="run file")
+@click.option("--write-readme", is_flag=True, help="replace the table in README.md")
+def demo_seeds(file: Path, write_readme: bool) -> None:
+    """The main job with three seeds, and the control that hides the peaks."""
+    rows: list[tuple[str, dict[str, Any]]] = []
+    jobs = [(f"seed {seed}", seed, {}) for seed in _SEEDS]
+    jobs.append(("control: peaks hidden, seed 0", 0, {"task": {"peaks_hidden": True}}))
+    for label, seed, overrides in jobs:
+        with _own_stack():
+            folder = _train(file, seed, overrides)
+        _report(folder)
+        rows.append((label, json.loads((folder / "summary.json").read_text())))
+    table = seeds_table.render(rows)
+    click.echo(table)
+    if write_readme:
+        seeds_table.replace_in(Path("README.md"), table)
+    missed = seeds_table.missed_bars(rows)
+    if missed:
+        raise connection.ClientError("bars missed: " + "; ".join(missed))

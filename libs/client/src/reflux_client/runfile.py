@@ -1,0 +1,37 @@
+"""A run file on its way to the trainer: read, overridden, checked here, before anything starts."""
+
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from reflux.trainer.v1.run_pb2 import RunConfig as RunConfigMessage
+from reflux_client.connection import ClientError
+from reflux_runs.config import RunConfig
+from reflux_runs.errors import ConfigError
+from reflux_runs.load import load_document, load_file
+from reflux_runs.preflight import preflight
+from reflux_runs.translate import to_message
+
+
+def load_run_file(
+    path: Path, seed: int | None = None, overrides: Mapping[str, Mapping[str, Any]] | None = None
+) -> RunConfigMessage:
+    """Reads and checks a run file. Raises `ClientError` with every key that is wrong and a value that would work."""
+    try:
+        config = load_file(path)
+        if seed is not None or overrides:
+            config = _override(path, seed, overrides or {})
+        preflight(config)
+    except ConfigError as error:
+        raise ClientError(f"{path}: {error}") from None
+    return to_message(config)
+
+
+def _override(path: Path, seed: int | None, overrides: Mapping[str, Mapping[str, Any]]) -> RunConfig:
+    document = tomllib.loads(path.read_text())
+    for section, values in overrides.items():
+        document[section] = {**document.get(section, {}), **values}
+    if seed is not None:
+        document["seed"] = seed
+    return load_document(document)
