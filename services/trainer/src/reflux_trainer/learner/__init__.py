@@ -1,0 +1,1 @@
+"""The learner process: model, optimizer and gradient accumulation behind LearnerService (torch)."""
