@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from reflux_scheduler.errors import InvalidJob
 from reflux_scheduler.explain import impossible, shortage, waiting, waiting_sentence
 from reflux_scheduler.gang import GangDemand, RoleDemand
@@ -89,9 +90,7 @@ def brute_force(topology: Topology, free: list[Resources], wanted: GangDemand, d
 @settings(max_examples=300, deadline=None)
 @given(topologies(), gangs(), st.data())
 def test_the_tightest_domain_agrees_with_brute_force(topology, wanted, data):
-    free = [
-        UNAVAILABLE if data.draw(st.integers(0, 9)) == 0 else room for room in topology.totals
-    ]
+    free = [UNAVAILABLE if data.draw(st.integers(0, 9)) == 0 else room for room in topology.totals]
     found = find_place(topology, free, wanted)
     levels = [
         level

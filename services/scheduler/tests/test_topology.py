@@ -1,6 +1,7 @@
 from pathlib import Path
 
 import pytest
+
 from reflux_scheduler.errors import InvalidTopology, TopologyFileError
 from reflux_scheduler.topology import UNLIMITED, Node, Resources, TopologyBuilder, total
 from reflux_scheduler.topology_file import Machine, load_topology

@@ -16,6 +16,8 @@ from opentelemetry.sdk.trace.sampling import ParentBasedTraceIdRatio
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from opentelemetry.util.types import AttributeValue
 
+from reflux_kit.errors import StartupError
+
 _W3C = TraceContextTextMapPropagator()
 _MAX_SINK_BYTES = 256 << 20
 
@@ -61,7 +63,10 @@ def setup(service: str, *, state_dir: str, otlp_endpoint: str, ratio: float) -> 
 
         exporter: SpanExporter = OTLPSpanExporter(endpoint=otlp_endpoint, insecure=True)
     elif state_dir:
-        exporter = FileExporter(Path(state_dir) / "traces", service)
+        try:
+            exporter = FileExporter(Path(state_dir) / "traces", service)
+        except OSError as error:
+            raise StartupError(f"the state folder {state_dir} cannot be used: {error.strerror}") from None
     else:
         return None
     provider = TracerProvider(resource=Resource({"service.name": service}), sampler=ParentBasedTraceIdRatio(ratio))

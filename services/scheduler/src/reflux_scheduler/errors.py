@@ -39,8 +39,8 @@ class UnknownJob(LookupError):
 
 
 class UnknownAgent(LookupError):
-    """No agent of that name and instance is registered: it must register first."""
+    """No agent is registered for the node: it must register first."""
 
 
-class WrongJobState(RuntimeError):
-    """The job's state does not allow the change."""
+class SupersededAgent(RuntimeError):
+    """Another agent has taken over the node."""

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from reflux_scheduler.gang import GangDemand, Placement, RoleDemand
-from reflux_scheduler.packing import capacity
+from reflux_scheduler.packing import Budget, capacity
 from reflux_scheduler.placement import find_place
 from reflux_scheduler.topology import UNAVAILABLE, Domain, Level, Resources, Topology, total
 
@@ -32,6 +32,9 @@ class Shortage:
     needed: int
     available: int
     domain: str
+    capacity: int = 0
+    """What that domain has when nobody holds any of it."""
+
     holders: tuple[Holder, ...] = ()
     fragmented: bool = False
     """The sum would do, but it lies in pieces that are too small."""
@@ -64,7 +67,7 @@ def waiting(
 ) -> Shortage:
     """What a gang waits for that does not fit into `free`, with the jobs that hold it, largest first."""
     if all(room == UNAVAILABLE for room in free):
-        return Shortage("the job", "nodes", "cluster", 1, 0, topology.cluster.label)
+        return Shortage("the job", "nodes", "cluster", 1, 0, topology.cluster.label, len(topology.nodes))
     short = shortage(topology, free, gang)
     nodes = {
         topology.nodes[index].name
@@ -72,12 +75,14 @@ def waiting(
         if domain.label == short.domain
         for index in domain.indices
     }
+    capacity_there = sum(getattr(node.resources, short.resource) for node in topology.nodes if node.name in nodes)
     held = {
         job: sum(getattr(member.share, short.resource) for member in placement.members if member.node in nodes)
         for job, placement in placements.items()
     }
     holders = [Holder(job, share) for job, share in held.items() if share]
-    return replace(short, holders=tuple(sorted(holders, key=lambda holder: (-holder.amount, holder.job))))
+    holders.sort(key=lambda holder: (-holder.amount, holder.job))
+    return replace(short, holders=tuple(holders), capacity=capacity_there)
 
 
 def waiting_sentence(short: Shortage, absent_nodes: Sequence[str] = ()) -> str:
@@ -162,9 +167,7 @@ def _shape_in(domain: Domain, rooms: Sequence[Resources], gang: GangDemand) -> S
     if fits == worst.count:
         # Every role fits alone and only the whole gang does not: at least one member stays outside.
         fits = worst.count - 1
-    return Shortage(
-        worst.role, resource, domain.level, worst.count * each, fits * each, domain.label, fragmented=True
-    )
+    return Shortage(worst.role, resource, domain.level, worst.count * each, fits * each, domain.label, fragmented=True)
 
 
 def _tightest_resource(domain: Domain, rooms: Sequence[Resources], demand: RoleDemand) -> str:
@@ -187,7 +190,7 @@ def _largest(topology: Topology, gang: GangDemand) -> str:
             middle = (low + high) // 2
             smaller = replace(demand, count=middle)
             roles = tuple(smaller if role is demand else role for role in gang.roles)
-            if find_place(topology, topology.totals, replace(gang, roles=roles)) is not None:
+            if find_place(topology, topology.totals, replace(gang, roles=roles), Budget(0)) is not None:
                 low = middle
             else:
                 high = middle

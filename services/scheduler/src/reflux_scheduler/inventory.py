@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 
 from reflux_scheduler.gang import GangDemand, Placement
-from reflux_scheduler.placement import place
+from reflux_scheduler.placement import find_place, place
 from reflux_scheduler.topology import UNAVAILABLE, Resources, Topology
 
 
@@ -41,6 +41,10 @@ class Inventory:
     def placements(self) -> Mapping[str, Placement]:
         """Placements by job."""
         return self._held
+
+    def fits(self, gang: GangDemand) -> bool:
+        """Whether a gang would find a place now."""
+        return find_place(self.topology, self.free(), gang) is not None
 
     def place(self, job: str, gang: GangDemand) -> Placement | None:
         """Finds a place for a gang and takes it; None, and nothing taken, when it does not fit now."""

@@ -14,6 +14,29 @@ Counts = dict[int, int]
 
 MAX_SEARCH_NODES = 64
 MAX_SEARCH_STEPS = 20_000
+"""About 50 ms; a gang that needs more is treated as one that does not fit."""
+
+
+class Budget:
+    """Steps that the exact search may still take, shared by all domains of one question."""
+
+    def __init__(self, steps: int = MAX_SEARCH_STEPS) -> None:
+        self._steps = steps
+
+    @property
+    def left(self) -> bool:
+        """Whether a search may begin."""
+        return self._steps > 0
+
+    def spend(self) -> None:
+        """Takes one step. Raises OutOfSteps when none is left."""
+        self._steps -= 1
+        if self._steps < 0:
+            raise OutOfSteps
+
+
+class OutOfSteps(Exception):
+    """The exact search was given up."""
 
 
 def could_hold(domain: Domain, gang: GangDemand, free: Sequence[Resources]) -> bool:
@@ -29,16 +52,19 @@ def capacity(domain: Domain, demand: RoleDemand, free: Sequence[Resources]) -> i
 
 
 def pack(
-    topology: Topology, domain: Domain, gang: GangDemand, free: Sequence[Resources]
+    topology: Topology, domain: Domain, gang: GangDemand, free: Sequence[Resources], budget: Budget
 ) -> dict[str, Counts] | None:
     """Members per role and node index inside `domain`, or None when no arrangement was found."""
     room = list(free)
     # The narrow roles and the big members first: they have the fewest places to go.
     order = sorted(gang.roles, key=lambda demand: (tightness(demand.required_level), _size_key(demand.each)))
-    packed = _Packer(topology, domain, room, exhaustive=False).place(order)
+    packed = _Packer(topology, domain, room, None).place(order)
     usable = sum(1 for index in domain.indices if free[index] not in (NOTHING, UNAVAILABLE))
-    if packed is None and len(order) > 1 and usable <= MAX_SEARCH_NODES:
-        packed = _Packer(topology, domain, room, exhaustive=True).place(order)
+    if packed is None and len(order) > 1 and usable <= MAX_SEARCH_NODES and budget.left:
+        try:
+            packed = _Packer(topology, domain, list(free), budget).place(order)
+        except OutOfSteps:
+            return None
     return packed
 
 
@@ -52,31 +78,22 @@ def domain_order(domain: Domain, free: Sequence[Resources]) -> tuple[int, int, i
     return (room.gpus, room.millicpus, room.memory_bytes, domain.start)
 
 
-class _OutOfSteps(Exception):
-    pass
-
-
 class _Packer:
-    def __init__(self, topology: Topology, domain: Domain, room: list[Resources], exhaustive: bool) -> None:
+    """Greedy without a budget, exact with one."""
+
+    def __init__(self, topology: Topology, domain: Domain, room: list[Resources], budget: Budget | None) -> None:
         self._topology = topology
         self._domain = domain
         self._room = room
-        self._exhaustive = exhaustive
-        self._steps = 0
+        self._budget = budget
 
     def place(self, roles: Sequence[RoleDemand]) -> dict[str, Counts] | None:
-        try:
-            return self._place(roles)
-        except _OutOfSteps:
-            return None
-
-    def _place(self, roles: Sequence[RoleDemand]) -> dict[str, Counts] | None:
         if not roles:
             return {}
         demand, rest = roles[0], roles[1:]
         for counts in self._options(demand):
             self._take(demand, counts, 1)
-            packed = self._place(rest)
+            packed = self.place(rest)
             self._take(demand, counts, -1)
             if packed is not None:
                 return {demand.role: counts, **packed}
@@ -90,10 +107,11 @@ class _Packer:
         for domain in self._choices(demand):
             if capacity(domain, demand, self._room) < demand.count:
                 continue
-            if self._exhaustive:
-                yield from self._search(domain, demand, list(domain.indices), demand.count)
-            else:
+            if self._budget is None:
                 yield descend(domain, demand, demand.count, self._room)
+            else:
+                holds = [demand.each.copies_in(self._room[index]) for index in domain.indices]
+                yield from _spreads(domain.start, holds, sum(holds), demand.count, self._budget)
 
     def _choices(self, demand: RoleDemand) -> list[Domain]:
         if tightness(demand.required_level) >= tightness(self._domain.level):
@@ -105,22 +123,20 @@ class _Packer:
         ]
         return sorted(inside, key=lambda domain: domain_order(domain, self._room))
 
-    def _search(self, domain: Domain, demand: RoleDemand, nodes: list[int], wanted: int) -> Iterator[Counts]:
-        """All ways to spread `wanted` members over `nodes`, large pieces first."""
-        self._steps += 1
-        if self._steps > MAX_SEARCH_STEPS:
-            raise _OutOfSteps
-        if wanted == 0:
-            yield {}
-            return
-        if not nodes:
-            return
-        first, rest = nodes[0], nodes[1:]
-        fits = min(wanted, demand.each.copies_in(self._room[first]))
-        left = sum(demand.each.copies_in(self._room[index]) for index in rest)
-        for count in range(fits, max(0, wanted - left) - 1, -1):
-            for counts in self._search(domain, demand, rest, wanted - count):
-                yield {first: count, **counts} if count else counts
+
+def _spreads(index: int, holds: list[int], left: int, wanted: int, budget: Budget) -> Iterator[Counts]:
+    """All ways to spread `wanted` members over nodes `index`, `index` + 1, ... that hold `holds` (sum `left`) members.
+
+    Large pieces come first.
+    """
+    budget.spend()
+    if wanted == 0:
+        yield {}
+        return
+    left -= holds[0]
+    for count in range(min(wanted, holds[0]), max(0, wanted - left) - 1, -1):
+        for counts in _spreads(index + 1, holds[1:], left, wanted - count, budget):
+            yield {index: count, **counts} if count else counts
 
 
 def descend(domain: Domain, demand: RoleDemand, count: int, room: Sequence[Resources]) -> Counts:

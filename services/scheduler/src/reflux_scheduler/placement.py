@@ -3,12 +3,12 @@
 from collections.abc import Mapping, Sequence
 
 from reflux_scheduler.gang import GangDemand, Member, Placement
-from reflux_scheduler.packing import Counts, could_hold, domain_order, pack
+from reflux_scheduler.packing import Budget, Counts, could_hold, domain_order, pack
 from reflux_scheduler.topology import LEVELS, Domain, Resources, Topology, tightness
 
 
 def find_place(
-    topology: Topology, free: Sequence[Resources], gang: GangDemand
+    topology: Topology, free: Sequence[Resources], gang: GangDemand, budget: Budget | None = None
 ) -> tuple[Domain, Mapping[str, Counts]] | None:
     """The tightest domain that holds the whole gang now, best fit among equals, and the members per node index.
 
@@ -16,14 +16,16 @@ def find_place(
         topology: the tree.
         free: room per node index; an unavailable node has none.
         gang: what to place.
+        budget: steps of the exact search behind the greedy one; None takes the default.
 
     Returns:
         None when no domain up to the gang's required level holds it.
     """
+    budget = Budget() if budget is None else budget
     for level in LEVELS[: tightness(gang.required_level) + 1]:
         candidates = [domain for domain in topology.domains(level) if could_hold(domain, gang, free)]
         for domain in sorted(candidates, key=lambda domain: domain_order(domain, free)):
-            packed = pack(topology, domain, gang, free)
+            packed = pack(topology, domain, gang, free, budget)
             if packed is not None:
                 return domain, packed
     return None

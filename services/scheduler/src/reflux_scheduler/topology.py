@@ -49,7 +49,7 @@ class Resources:
         return self.copies_in(room) > 0
 
     def copies_in(self, room: "Resources") -> int:
-        """How many members of this size `room` holds; UNLIMITED when they ask for nothing, 0 where it is UNAVAILABLE."""
+        """Members of this size that `room` holds; UNLIMITED when they ask for nothing, 0 where it is UNAVAILABLE."""
         if room.gpus < 0:
             return 0
         copies = UNLIMITED

@@ -1,0 +1,1 @@
+"""The agent: parent of the role processes of one node."""

@@ -1,0 +1,91 @@
+"""Entry point of the agent: one per node."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from pydantic import Field
+
+from reflux.scheduler.v1.agent_service_pb2_grpc import add_AgentServiceServicer_to_server
+from reflux.scheduler.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
+from reflux_kit.channel import open_channel
+from reflux_kit.errors import StartupError
+from reflux_kit.server import Bound, Mount, Service, serve
+from reflux_kit.settings import ServiceSettings, prefix
+from reflux_scheduler.agent.lease import Lease
+from reflux_scheduler.agent.members import MemberTable
+from reflux_scheduler.agent.servicer import SERVICE_NAME, AgentServicer
+from reflux_scheduler.agent.supervisor import Household
+
+log = logging.getLogger(__name__)
+
+
+class AgentSettings(ServiceSettings):
+    """Settings of the agent, REFLUX_AGENT_*."""
+
+    model_config = prefix("agent")
+
+    node: str = "local"
+    """Node of the topology that this agent serves: its name or full path."""
+
+    advertise: str = ""
+    """host:port under which the scheduler reaches this agent; empty takes the bound address."""
+
+    lease_seconds: float = Field(default=60.0, gt=0)
+    """Members are stopped after this long without a scheduler, until a scheduler says otherwise."""
+
+    log_limit_mib: int = Field(default=32, ge=1)
+    """Size at which a member's log is rolled over; two files are kept."""
+
+
+@asynccontextmanager
+async def build(settings: AgentSettings) -> AsyncIterator[Service]:
+    """Owns the members: all of them are stopped when the block ends."""
+    state_dir = Path(settings.state_dir or tempfile.gettempdir() + f"/reflux-{os.getuid()}").absolute()
+    try:
+        state_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StartupError(f"the state folder {state_dir} cannot be used: {error.strerror}") from None
+    members = MemberTable(Household(settings.node, dict(os.environ), state_dir, settings.log_limit_mib << 20))
+    async with open_channel(settings.scheduler_address, settings, subject="agent") as channel:
+        lease = Lease(SchedulerServiceStub(channel), members, settings.node, settings.lease_seconds)
+        mount = Mount(AgentServicer(members, settings.node), add_AgentServiceServicer_to_server, SERVICE_NAME)
+
+        @asynccontextmanager
+        async def attend(bound: Bound) -> AsyncIterator[None]:
+            address = settings.advertise or bound.grpc
+            await lease.begin(address)
+            task = asyncio.create_task(lease.keep(address))
+            task.add_done_callback(_leave_if_failed)
+            try:
+                yield
+            finally:
+                # Heartbeats go on while members stop, so that the scheduler sees their ends.
+                await members.close()
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await task
+
+        yield Service((mount,), attend=attend)
+
+
+def _leave_if_failed(task: "asyncio.Task[None]") -> None:
+    """Without its lease the agent is of no use: leave in order, so that the members stop and a new agent can start."""
+    if not task.cancelled() and task.exception() is not None:
+        log.critical("the lease loop failed", exc_info=task.exception())
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def main() -> None:
+    """Runs the agent until SIGTERM or SIGINT."""
+    serve("agent", AgentSettings, build)
+
+
+if __name__ == "__main__":
+    main()

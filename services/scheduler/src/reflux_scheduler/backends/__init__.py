@@ -1,0 +1,1 @@
+"""Mechanisms that start and stop the members of a placed job."""
