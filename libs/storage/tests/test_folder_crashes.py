@@ -154,7 +154,7 @@ def test_a_store_that_was_taken_away_is_unavailable_and_not_empty(tmp_path: Path
 
 def test_a_folder_that_cannot_be_made_is_unavailable(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
-    with pytest.raises(StoreUnavailable):
+    with pytest.raises(StoreUnavailable, match="Not a directory"):
         open_store(f"file://{tmp_path}/file/store")
     if os.geteuid():
         (tmp_path / "closed").mkdir(mode=0o500)

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import signal
+import socket
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
@@ -76,6 +77,7 @@ async def _grpc(service: Service, settings: ServiceSettings) -> AsyncIterator[st
     health_pb2_grpc.add_HealthServicer_to_server(status, server)
     for mount in service.mounts:
         mount.register(mount.servicer, server)
+    _check_free(settings.listen)
     try:
         port = server.add_insecure_port(settings.listen)
     except RuntimeError:
@@ -90,6 +92,19 @@ async def _grpc(service: Service, settings: ServiceSettings) -> AsyncIterator[st
     finally:
         await status.enter_graceful_shutdown()
         await server.stop(settings.drain_seconds)
+
+
+def _check_free(address: str) -> None:
+    """Binds once by hand: gRPC's own failure writes lines of its core to stderr and does not say what is wrong."""
+    host, _, port = address.rpartition(":")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host.strip("[]"), int(port)))
+        except (OSError, ValueError, OverflowError) as error:
+            detail = error.strerror if isinstance(error, OSError) else "not host:port"
+            raise StartupError(f"cannot listen on {address}: {detail}") from None
 
 
 @asynccontextmanager

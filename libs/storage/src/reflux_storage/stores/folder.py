@@ -41,10 +41,12 @@ class FolderStore(ObjectStore):
         self._private = self._root / _PRIVATE
         self._writing = self._private / "writing"
         self._uploads = self._private / "uploads"
-        with self._translated(str(root)):
+        try:
             for folder in (self._writing, self._uploads):
                 folder.mkdir(parents=True, exist_ok=True)
             self._drop_dead_writes()
+        except OSError as error:
+            raise Unavailable(f"{root} cannot be used: {error.strerror or error}") from error
 
     def put_create_only(self, key: str, data: bytes | memoryview) -> ObjectInfo:
         """See `ObjectStore`."""

@@ -4,6 +4,7 @@ Every write carries a token of its own in the object's metadata. The client retr
 (412) or a vanished upload may be the echo of our own first try: `head` and the token decide.
 """
 
+import logging
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -27,6 +28,9 @@ from reflux_storage.stores.base import (
     checked_prefix,
 )
 from reflux_storage.stores.options import S3Options
+
+# It reports every look for credentials at INFO.
+logging.getLogger("botocore").setLevel(logging.WARNING)
 
 _TOKEN = "reflux-write"
 _MISSING = {"NoSuchKey", "404", "NotFound", "NoSuchUpload", "InvalidRange", "416"}

@@ -1,0 +1,1 @@
+"""Catalog and commit protocol of checkpoints; tensor bytes never pass through it."""
