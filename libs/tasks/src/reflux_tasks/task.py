@@ -28,10 +28,10 @@ P = TypeVar("P", bound=Problem)
 
 
 class Task(ABC, Generic[P]):
-    """Problems, words and verifiers of one domain. Pure: equal seeds and options give equal problems on every machine.
+    """Problems, words and verifiers of one domain. Pure: equal seeds and options give equal problems everywhere.
 
-    `problem(split, index)` is a function of (seed, options, split, index) alone, for any index >= 0, so that workers make
-    problems by themselves and a restart repeats them. `truth` holds JSON types only and is all that a verifier gets.
+    `problem(split, index)` is a function of (seed, options, split, index) alone, for any index >= 0, so that workers
+    make problems by themselves and a restart repeats them. `truth` holds JSON types only; a verifier gets nothing else.
     """
 
     name: ClassVar[str]

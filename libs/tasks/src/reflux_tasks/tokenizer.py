@@ -11,8 +11,8 @@ CHAT_TEMPLATE = "{{ messages[-1]['content'] }}"
 def write_word_tokenizer(words: Sequence[str], pad_word: str, end_word: str, folder: Path) -> None:
     """Writes tokenizer.json and tokenizer_config.json into an existing folder.
 
-    Encoding and decoding are exact inverses for sequences of known words; the vocabulary has no unknown word, so encoding
-    another word is an error of the tokenizers library. Raises ValueError for words that white space would split.
+    Encoding and decoding are exact inverses for sequences of known words; the vocabulary has no unknown word, so
+    encoding another word is an error of the tokenizers library. ValueError for words that white space splits.
     """
     bad = [word for word in words if not word or word.split() != [word]]
     if bad or len(set(words)) != len(words) or not {pad_word, end_word} <= set(words):

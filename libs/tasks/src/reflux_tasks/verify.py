@@ -30,10 +30,10 @@ class Grade:
 class Verifier(ABC):
     """Grades answers to one problem; equal inputs give equal grades on every machine.
 
-    `grade` takes the payload of `Task.truth` (JSON types only) and the answers of a whole group, as text (words separated
-    by white space, end word included) or as lists of words. It returns one Grade per answer in the same order. It raises
-    ValueError for a payload that its task did not make, VerifierUnavailable when the machine lacks a tool, and
-    VerificationError when a tool failed; no answer of a model ever makes it raise anything else.
+    `grade` takes the payload of `Task.truth` (JSON types only) and the answers of a whole group, as text (words
+    separated by white space, end word included) or as lists of words. It returns one Grade per answer in the same
+    order. It raises ValueError for a payload that its task did not make, VerifierUnavailable when the machine lacks a
+    tool, and VerificationError when a tool failed; no answer of a model ever makes it raise anything else.
     """
 
     name: ClassVar[str]

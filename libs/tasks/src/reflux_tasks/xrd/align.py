@@ -20,8 +20,8 @@ _NUM_LINES = 40
 def align(profile: Profile, background: np.ndarray, phase: Phase) -> np.ndarray:
     """Stretch [3] of the lattice vectors that puts the most of the square root of the counts under the phase's lines.
 
-    A Rietveld refinement is a local search: it needs peaks that overlap, and one per cent of strain moves lines by several
-    widths. Axes that symmetry makes equal stay equal. About 5 ms.
+    A Rietveld refinement is a local search: it needs peaks that overlap, and one per cent of strain moves lines by
+    several widths. Axes that symmetry makes equal stay equal. About 5 ms.
     """
     height = np.sqrt(np.maximum(profile.counts - background, 0.0))
     coarse, fine = (_smooth(height, width / profile.step_degrees) for width in (_COARSE_DEGREES, _FINE_DEGREES))

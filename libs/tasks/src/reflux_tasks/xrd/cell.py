@@ -14,8 +14,8 @@ _SAME_SITE = 1e-3
 class StandardCell:
     """A conventional cell (unique axis b, hexagonal axes) with its asymmetric unit.
 
-    The Hall symbol fixes origin and axes, which a short Hermann-Mauguin symbol leaves open ("R -3 c" without ":H" is read
-    as rhombohedral by ObjCryst, which then loses c).
+    The Hall symbol fixes origin and axes, which a short Hermann-Mauguin symbol leaves open ("R -3 c" without ":H" is
+    read as rhombohedral by ObjCryst, which then loses c).
     """
 
     structure: Any
@@ -42,12 +42,15 @@ def standard_cell(structure: Any) -> StandardCell:
     if dataset is None:
         raise ValueError(f"no symmetry found for {structure.composition.reduced_formula}")
     operations = spglib.get_symmetry_from_database(dataset.hall_number)
+    setting = spglib.get_spacegroup_type(dataset.hall_number)
+    assert operations is not None
+    assert setting is not None
     symbols = [site.specie.symbol for site in refined]
     orbits = _orbits(refined.frac_coords, symbols, operations["rotations"], operations["translations"])
     whole = Structure(refined.lattice, symbols, refined.frac_coords)
     return StandardCell(
         structure=whole,
-        hall=spglib.get_spacegroup_type(dataset.hall_number).hall_symbol,
+        hall=setting.hall_symbol,
         space_group=int(dataset.number),
         system=analyzer.get_crystal_system(),
         species=tuple(symbols[i] for i in orbits),

@@ -29,11 +29,11 @@ OPTIONS = RefinementOptions(shift="zero", cell_limit=CELL_REACH)
 class FullVerifier(Verifier):
     """Reward = gate * clip((0.45 - R_wb - 0.02 * phases) / 0.30, 0, 1).
 
-    R_wb = sqrt(sum w (yo - yc)^2 / sum w (yo - b)^2) with w = 1 / max(yo, 1) over all points, b the background estimate.
-    The observed profile yo is simulated with counting statistics from the strained true structures (measurement.py). The
-    gate is 1 when the answer names 1 to 5 different phases of the database with allowed elements only, and after the
-    refinement every scale is positive, every phase is needed (need >= 0.3: chi2 grows by 30 % without it) and no cell
-    length has run into its limit; else 0. An answer against the grammar is `invalid`.
+    R_wb = sqrt(sum w (yo - yc)^2 / sum w (yo - b)^2) with w = 1 / max(yo, 1) over all points, b the background
+    estimate. The observed profile yo is simulated with counting statistics from the strained true structures
+    (measurement.py). The gate is 1 when the answer names 1 to 5 different phases of the database with allowed elements
+    only, and after the refinement every scale is positive, every phase is needed (need >= 0.3: chi2 grows by 30 %
+    without it) and no cell length has run into its limit; else 0. An answer against the grammar is `invalid`.
     """
 
     name: ClassVar[str] = "full"
@@ -88,7 +88,10 @@ class FullVerifier(Verifier):
 
 
 def gate_reason(fit: Fit, cell_limit: float, min_need: float) -> str:
-    """Which phase fails the gate and why; empty when all pass. Significance tests and fractions do not tell surplus phases."""
+    """Which phase fails the gate and why; empty when all pass.
+
+    Need tells surplus phases; significance tests and mass fractions do not.
+    """
     for phase in fit.phases:
         if phase.scale <= 0:
             return f"{phase.name}: negative scale"

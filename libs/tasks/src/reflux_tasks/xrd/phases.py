@@ -242,7 +242,7 @@ def _label(composition: Any, space_group: int) -> tuple[str, ...]:
 def _lines(structure: Any) -> tuple[np.ndarray, np.ndarray]:
     from pymatgen.analysis.diffraction.xrd import XRDCalculator
 
-    calculator = XRDCalculator(wavelength=WAVELENGTH_ANGSTROM)
+    calculator = XRDCalculator(wavelength=WAVELENGTH_ANGSTROM)  # pyright: ignore[reportArgumentType]
     pattern = calculator.get_pattern(structure, scaled=False, two_theta_range=(8, 95))
     # hexagonal cells give four indices (h, k, i, l); i is redundant
     families = [family[0]["hkl"] for family in pattern.hkls]

@@ -65,7 +65,6 @@ class PhaseFit:
     cell: tuple[float, float, float]
     cell_shift: float
     """Largest relative change of a cell length."""
-    width_degrees: float
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """One staged Rietveld refinement with ObjCryst++: a request as JSON on stdin, the result as JSON on stdout.
 
-Standalone on purpose: it runs under the system's Python (Debian package python3-pyobjcryst, numpy) and knows nothing of
-the rest of the package. One process per refinement, because results of ObjCryst++ depend on what the process did before.
+Standalone on purpose: it runs under the system's Python (Debian package python3-pyobjcryst, numpy) and knows nothing
+of the rest of the package. One process per refinement, because results of ObjCryst++ depend on what the process did
+before.
 
 Definitions, with observed counts yo, calculated yc, and weights w = 1 / max(yo, 1), the inverse Poisson variance:
     R_wp   = sqrt(sum w (yo - yc)^2 / sum w yo^2)
@@ -12,12 +13,15 @@ Definitions, with observed counts yo, calculated yc, and weights w = 1 / max(yo,
 Scales may go negative: that is the best sign that a phase is absent.
 """
 
+# pyright: reportMissingImports=false
+
 import json
 import math
 import os
 import resource
 import sys
 import time
+from typing import Any
 
 import numpy as np
 from pyobjcryst.atom import Atom
@@ -31,7 +35,7 @@ MAX_CELL_VOLUME = 4000.0  # cubic angstrom; a random large cell costs 20 to 60 s
 MAX_SITES = 200
 MAX_POINTS = 20000
 BACKGROUND_NODES = 12
-PEAK_WIDTH_DEGREES = 0.13
+PEAK_WIDTH = math.radians(0.13)
 PAD_DEGREES = (
     1.0  # ObjCryst++ drops reflections beyond the last point though their tails reach back: go on with weight 0
 )
@@ -40,53 +44,50 @@ CYCLES = {"background": 2, "shift": 3, "width": 3, "cell": 4, "shape": 4, "last"
 MARCH_XML = """<TextureMarchDollase><TexturePhaseMarchDollase>
 <Par Refined="0" Limited="1" Min="0" Max="1" Name="Fraction">1</Par>
 <Par Refined="0" Limited="1" Min="0.3" Max="3" Name="MarchCoeff">1</Par>
-<Par Refined="0" Limited="0" Min="-10" Max="10" Name="H">{}</Par>
-<Par Refined="0" Limited="0" Min="-10" Max="10" Name="K">{}</Par>
-<Par Refined="0" Limited="0" Min="-10" Max="10" Name="L">{}</Par>
-</TexturePhaseMarchDollase></TextureMarchDollase>
-"""
+{}
+</TexturePhaseMarchDollase></TextureMarchDollase>"""
+AXIS_XML = '<Par Refined="0" Limited="0" Min="-10" Max="10" Name="{}">{}</Par>'
 CELL_NAMES = ("a", "b", "c", "alpha", "beta", "gamma")
+Request = dict[str, Any]
 
 
 class BadRequest(ValueError):
     """The request breaks a cap or has the wrong form."""
 
 
-def background_nodes(two_theta, background):
+def background_nodes(two_theta: np.ndarray, background: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Angles and counts of the spline nodes: two close ones at the low end, the rest even."""
-    even = np.linspace(two_theta[0] + 6, two_theta[-1], BACKGROUND_NODES - 2)
-    nodes = np.concatenate([[two_theta[0], two_theta[0] + 2], even])
+    nodes = np.r_[two_theta[0], two_theta[0] + 2, np.linspace(two_theta[0] + 6, two_theta[-1], BACKGROUND_NODES - 2)]
     return nodes, np.interp(nodes, two_theta, background)
 
 
 class Refinement:
     """Pattern, phases and parameters of one refinement; parameters are freed in stages and stay free."""
 
-    def __init__(self, request):
+    def __init__(self, request: Request) -> None:
         self.two_theta = np.array(request["two_theta_degrees"], float)
         self.counts = np.array(request["counts"], float)
         self.background = np.array(request["background"], float)
         self.weights = 1 / np.maximum(self.counts, 1)
-        self.notes = []
+        self.notes: list[str] = []
         self.pattern = self._make_pattern(request)
-        powers = request["biso"]
-        self.crystals = [make_crystal(phase, powers) for phase in request["phases"]]
+        self.crystals = [make_crystal(phase, request["biso"]) for phase in request["phases"]]
         self.start_cells = [[crystal.a, crystal.b, crystal.c] for crystal in self.crystals]
         self.diffractions = [self._add_phase(crystal) for crystal in self.crystals]
         self.pattern.SetMaxSinThetaOvLambda(math.sin(math.radians((self.two_theta[-1] + PAD_DEGREES) / 2)) / 1.5406)
         self.pattern.Prepare()
         self.pattern.FitScaleFactorForRw()
         self.profiles = [diffraction.GetProfile() for diffraction in self.diffractions]
-        directions = [phase.get("march") for phase in request["phases"]]
-        self.textures = [add_texture(d, m) for d, m in zip(self.diffractions, directions) if m]
+        pairs = zip(self.diffractions, request["phases"], strict=True)
+        self.textures = [add_texture(owner, phase["march"]) for owner, phase in pairs if phase["march"]]
         self.shift = "Zero" if request["shift"] == "zero" else "2ThetaDispl"
         self._collect(request)
 
-    def _make_pattern(self, request):
+    def _make_pattern(self, request: Request) -> PowderPattern:
         pattern = PowderPattern()
         pattern.SetWavelength(request["wavelength"])
         step = self.two_theta[-1] - self.two_theta[-2]
-        beyond = self.two_theta[-1] + step * np.arange(1, int(PAD_DEGREES / step) + 1)
+        beyond = self.two_theta[-1] + np.arange(step, PAD_DEGREES, step)
         pattern.SetPowderPatternX(np.deg2rad(np.concatenate([self.two_theta, beyond])))
         # a point without counts has weight 0 in ObjCryst++
         pattern.SetPowderPatternObs(np.concatenate([self.counts, np.zeros(len(beyond))]))
@@ -94,15 +95,14 @@ class Refinement:
         pattern.AddPowderPatternBackground().SetInterpPoints(np.deg2rad(nodes), values)
         return pattern
 
-    def _add_phase(self, crystal):
+    def _add_phase(self, crystal: Crystal) -> Any:
         diffraction = self.pattern.AddPowderPatternDiffraction(crystal)
         diffraction.SetIsIgnoringImagScattFact(False)
         diffraction.SetName(crystal.GetName())
-        width = math.radians(PEAK_WIDTH_DEGREES) ** 2
-        diffraction.SetReflectionProfilePar(ReflectionProfileType.PROFILE_PSEUDO_VOIGT, width, 0, 0, 0.5, 0)
+        diffraction.SetReflectionProfilePar(ReflectionProfileType.PROFILE_PSEUDO_VOIGT, PEAK_WIDTH**2, 0, 0, 0.5, 0)
         return diffraction
 
-    def _collect(self, request):
+    def _collect(self, request: Request) -> None:
         """Keeps parameters by object and name: LSQ.PrepareRefParList renames them ("W" becomes "W~")."""
         self.parameters = {}
         for owner in [self.pattern, *self.crystals, *self.diffractions, *self.profiles, *self.textures]:
@@ -114,9 +114,8 @@ class Refinement:
         self.solver.SetRefinedObj(self.pattern, 0, True, True)
         self.solver.PrepareRefParList(False)
         self.compiled = self.solver.GetCompiledRefinedObj()
-        self.compiled.FixAllPar()
 
-    def _limit(self, cell_limit):
+    def _limit(self, cell_limit: float) -> None:
         """Bounds that physics allows; without them wrong phases wander to cells that fit anything."""
         for crystal in self.crystals:
             for name in CELL_NAMES:
@@ -129,21 +128,23 @@ class Refinement:
             bound(self.parameters[id(profile), "U"], -(math.radians(0.3) ** 2), math.radians(0.5) ** 2)
         bound(self.parameters[id(self.pattern), self.shift], -math.radians(0.3), math.radians(0.3))
 
-    def free(self, owner, *names):
+    def free(self, owner: Any, *names: str) -> None:
+        """Lets the solver change these parameters of an object from now on."""
         for name in names:
             self.parameters[id(owner), name].SetIsFixed(False)
 
-    def run(self, stage):
+    def run(self, stage: str) -> None:
+        """Least squares over the free parameters, as many cycles as the stage has."""
         try:
             self.solver.Refine(CYCLES[stage], True, True)
         except Exception as error:  # ObjCryst++ raises bare C++ exceptions; the values reached so far stay
             self.notes.append(f"{stage}: {str(error)[:80]}")
 
-    def stages(self, fast):
+    def stages(self, fast: bool) -> None:
+        """Scales and background, angle shift, widths, cells, peak shapes, then width slopes and texture."""
         for i in range(self.compiled.GetNbPar()):
             parameter = self.compiled.GetPar(i)
-            if parameter.GetName().startswith(("Scale_", "Background_Point")):
-                parameter.SetIsFixed(False)
+            parameter.SetIsFixed(not parameter.GetName().startswith(("Scale_", "Background_Point")))
         self.run("background")
         self.free(self.pattern, self.shift)
         self.run("shift")
@@ -161,10 +162,10 @@ class Refinement:
                 self.free(profile, "U")
         for texture in self.textures:
             self.free(texture, "MarchCoeff_0")
-        if not fast or self.textures:
-            self.run("last")
+        self.run("last")
 
-    def result(self):
+    def result(self) -> dict[str, Any]:
+        """Figures of merit and the phases, as the module defines them."""
         calculated = self._calculated()
         chi2 = self._chi2(calculated)
         total = float((self.weights * self.counts**2).sum())
@@ -182,23 +183,23 @@ class Refinement:
             "notes": self.notes,
         }
 
-    def _calculated(self):
+    def _calculated(self) -> np.ndarray:
         return np.array(self.pattern.GetPowderPatternCalc())[: len(self.counts)]
 
-    def _chi2(self, calculated):
+    def _chi2(self, calculated: np.ndarray) -> float:
         return float((self.weights * (self.counts - calculated) ** 2).sum())
 
-    def _phase_results(self, chi2):
+    def _phase_results(self, chi2: float) -> list[dict[str, Any]]:
         every = [self.pattern.GetPar(i) for i in range(self.pattern.GetNbPar())]
         scales = [parameter for parameter in every if parameter.GetName().startswith("Scale_")]
         masses = [
             scale.GetValue() * c.GetSpaceGroup().GetNbSymmetrics() * c.GetWeight() * c.GetVolume()
-            for scale, c in zip(scales, self.crystals)
+            for scale, c in zip(scales, self.crystals, strict=True)
         ]
         results = []
-        for i, (crystal, scale, profile) in enumerate(zip(self.crystals, scales, self.profiles)):
+        for i, (crystal, scale) in enumerate(zip(self.crystals, scales, strict=True)):
             cell = [crystal.a, crystal.b, crystal.c]
-            shifts = [abs(now / before - 1) for now, before in zip(cell, self.start_cells[i])]
+            shift = max(abs(now / before - 1) for now, before in zip(cell, self.start_cells[i], strict=True))
             results.append(
                 {
                     "name": crystal.GetName(),
@@ -206,13 +207,12 @@ class Refinement:
                     "need": self._need(scale, chi2),
                     "mass_fraction": masses[i] / sum(masses) if sum(masses) else 0.0,
                     "cell": cell,
-                    "cell_shift": max(shifts),
-                    "width_degrees": math.degrees(math.sqrt(self.parameters[id(profile), "W"].GetValue())),
+                    "cell_shift": shift,
                 }
             )
         return results
 
-    def _need(self, scale, chi2):
+    def _need(self, scale: Any, chi2: float) -> float:
         """SetScaleFactor leaves the calculated pattern stale; the parameter and Prepare do not."""
         value = scale.GetValue()
         scale.SetValue(0.0)
@@ -223,22 +223,24 @@ class Refinement:
         return (self._chi2(without) - chi2) / max(chi2, 1e-300)
 
 
-def bound(parameter, low, high):
+def bound(parameter: Any, low: float, high: float) -> None:
+    """Limits a parameter of ObjCryst++."""
     parameter.SetMin(low)
     parameter.SetMax(high)
     parameter.SetIsLimited(True)
 
 
-def add_texture(diffraction, direction):
+def add_texture(diffraction: Any, direction: list[int]) -> Any:
     """The March-Dollase object of a phase, with its axis set; its coefficient is then called MarchCoeff_0."""
     registry = diffraction.GetSubObjRegistry()
     found = [registry.GetObj(i) for i in range(registry.GetNb())]
     texture = next(item for item in found if "March" in item.GetClassName())
-    texture.XMLInput(MARCH_XML.format(*direction))
+    axes = [AXIS_XML.format(name, value) for name, value in zip("HKL", direction, strict=True)]
+    texture.XMLInput(MARCH_XML.format("\n".join(axes)) + "\n")
     return texture
 
 
-def make_crystal(phase, biso):
+def make_crystal(phase: Request, biso: dict[str, float]) -> Crystal:
     """Crystal from cell, Hall symbol and sites [element, x, y, z, multiplicity].
 
     Occupancies are multiplicity / number of operations, and the automatic correction for special positions is off: it
@@ -259,7 +261,7 @@ def make_crystal(phase, biso):
     return crystal
 
 
-def check(request):
+def check(request: Request) -> None:
     """Refuses what would cost far more than a refinement should."""
     phases, points = request["phases"], len(request["counts"])
     if not 1 <= len(phases) <= MAX_PHASES:
@@ -274,7 +276,8 @@ def check(request):
             raise BadRequest(f"phase {phase['name']}: volume {volume:.0f} A^3, {len(phase['sites'])} sites")
 
 
-def main():
+def main() -> None:
+    """Reads the request, refines, writes the result; a request that breaks a cap is answered by its error."""
     request = json.load(sys.stdin)
     # ObjCryst++ prints to stdout: keep the real one for the answer
     answer = os.fdopen(os.dup(1), "w")
@@ -287,7 +290,7 @@ def main():
         refinement.stages(request["effort"] == "fast")
         result = refinement.result()
     except BadRequest as error:
-        result = {"error": str(error)}
+        result: dict[str, Any] = {"error": str(error)}
     result["cpu_seconds"] = time.process_time()
     json.dump(result, answer)
     answer.flush()

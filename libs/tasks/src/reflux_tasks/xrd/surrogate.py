@@ -28,10 +28,11 @@ _STEP, _SIGMA, _MAX_SHIFT = 0.002, 0.005, 6
 class SurrogateVerifier(Verifier):
     """Reward = max(0, 1 - R^2 - 0.05 (phases - 1) - 0.1 idle - 0.15 unknown), 0 with a foreign or repeated phase.
 
-    R = sqrt(sum (sqrt yo - sqrt yc)^2 / sum yo) over a grid of ln d, where equal weights on square roots are the weights
-    1 / (4 yo) of counting statistics on intensities. Each phase's simulated pattern is shifted by up to 1.2 % (isotropic
-    strain) to its best place, then non-negative least squares mixes them. `peak_f1` in the detail is the harmonic mean of
-    the shares of observed and simulated peaks that have a partner, weighted by the square root of intensity.
+    R = sqrt(sum (sqrt yo - sqrt yc)^2 / sum yo) over a grid of ln d, where equal weights on square roots are the
+    weights 1 / (4 yo) of counting statistics on intensities. Each phase's simulated pattern is shifted by up to 1.2 %
+    (isotropic strain) to its best place, then non-negative least squares mixes them. `peak_f1` in the detail is the
+    harmonic mean of the shares of observed and simulated peaks that have a partner, weighted by the square root of
+    intensity.
     """
 
     name: ClassVar[str] = "surrogate"
