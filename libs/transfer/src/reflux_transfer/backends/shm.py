@@ -204,8 +204,8 @@ class ShmBackend(TransferBackend):
 def _map(pid: int, fd: int, length: int) -> np.ndarray:
     path = f"/proc/{pid}/fd/{fd}"
     try:
-        # /dev/shm segments and memfds only: anything else would be a confused or hostile handle.
-        if not os.readlink(path).startswith("/memfd:reflux-transfer"):  # noqa: PTH115 - a magic link, its target is no path
+        # A magic link whose target is no path; anything but our memfd would be a confused or hostile handle.
+        if not os.readlink(path).startswith("/memfd:reflux-transfer"):  # noqa: PTH115
             raise WrongHandle(f"descriptor {fd} of process {pid} is no transfer segment")
         ours = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except PermissionError as error:

@@ -1,0 +1,1 @@
+"""The weight broker: who serves which version, and how the next one gets there."""
