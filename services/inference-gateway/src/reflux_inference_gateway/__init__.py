@@ -1,0 +1,1 @@
+"""The inference gateway: replicas, routing, fleet pause, and both front doors."""

@@ -1,0 +1,184 @@
+"""The life of one request at the gateway: enter, hold, choose a replica, send, re-issue once, leave."""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import TypeVar
+
+from reflux_inference_gateway.errors import GenerationLost, NoReplica, Overloaded, UnknownModel
+from reflux_inference_gateway.fleet import Fleet, FleetPaused
+from reflux_inference_gateway.replicas import Replica, ReplicaTable
+from reflux_inference_gateway.retry import Attempts
+from reflux_inference_gateway.routing.base import RoutingPolicy
+
+T = TypeVar("T")
+
+
+class ReplicaLost(Exception):
+    """The connection to a replica broke before its answer was complete. Adapters raise it; only it is retried."""
+
+
+class GivenUp(Exception):
+    """The request was aborted while it waited for a replica."""
+
+
+def _never() -> bool:
+    return False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Want:
+    """What a request asks of the fleet."""
+
+    model_id: str
+    num_tokens: int
+    """Upper bound of prompt and generated tokens; the load counted on the replica until the answer is complete."""
+    min_version: int = 0
+    http: bool = False
+    """Needs a replica with an OpenAI-compatible door."""
+    deadline_seconds: float
+    """Seconds from now after which the caller no longer waits."""
+    given_up: Callable[[], bool] = _never
+    """True once somebody aborted the request; looked at while it waits."""
+
+
+class Changes:
+    """Wakes everyone who waits whenever the fleet changed."""
+
+    def __init__(self) -> None:
+        self._event = asyncio.Event()
+
+    def upcoming(self) -> asyncio.Event:
+        """The event of the next change; take it before reading the state that it guards."""
+        return self._event
+
+    def notify(self) -> None:
+        """Wakes all waiters."""
+        event, self._event = self._event, asyncio.Event()
+        event.set()
+
+    async def wait(self, seconds: float | None) -> bool:
+        """Waits for the next change; False when the time ran out first."""
+        try:
+            async with asyncio.timeout(seconds):
+                await self._event.wait()
+        except TimeoutError:
+            return False
+        return True
+
+
+@dataclass
+class Dispatcher:
+    """Owns the fleet's state in this process; both front doors go through `stream`."""
+
+    table: ReplicaTable
+    fleet: Fleet
+    new_policy: Callable[[], RoutingPolicy]
+    replica_wait_seconds: float
+    """How long a request waits for a fitting replica while the fleet is not paused."""
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
+        self.changes = Changes()
+        self._policies: dict[str, RoutingPolicy] = {}
+
+    async def stream(self, want: Want, send: Callable[[Replica], AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
+        """Yields what `send(replica)` yields; a replica that is lost before the first item is replaced once.
+
+        Raises Overloaded when too many requests are held, UnknownModel or NoReplica when no replica fits in time,
+        GivenUp when the request was aborted meanwhile, and GenerationLost when the answer broke. Close the iterator
+        (`aclosing`) to cancel the request upstream.
+        """
+        try:
+            self.fleet.enter(want.model_id)
+        except FleetPaused as error:
+            raise Overloaded(str(error)) from error
+        attempts, running, outcome = Attempts.none(), False, "failed"
+        try:
+            while outcome != "completed":
+                replica = await self._choose(want, attempts)
+                self.fleet.run(want.model_id)
+                running = True
+                try:
+                    async with aclosing(self._attempt(replica, want, attempts, send)) as items:
+                        async for item in items:
+                            yield item
+                    outcome = "completed"
+                except ReplicaLost as error:
+                    self._lose(replica, error, attempts)
+                    self.fleet.hold_again(want.model_id)
+                    running = False
+        except (asyncio.CancelledError, GeneratorExit, GivenUp):
+            outcome = "cancelled"
+            raise
+        finally:
+            self.fleet.end(want.model_id, was_running=running, outcome=outcome)
+
+    async def _attempt(
+        self, replica: Replica, want: Want, attempts: Attempts, send: Callable[[Replica], AsyncGenerator[T, None]]
+    ) -> AsyncGenerator[T, None]:
+        name = replica.info.name
+        attempts.tried.append(name)
+        self.table.dispatched(name, want.num_tokens)
+        try:
+            async with aclosing(send(replica)) as items:
+                async for item in items:
+                    attempts.delivered = True
+                    yield item
+        finally:
+            self.table.answered(name, want.num_tokens)
+
+    def _lose(self, replica: Replica, error: ReplicaLost, attempts: Attempts) -> None:
+        self.table.mark_lost(replica.info.name)
+        self.changes.notify()
+        if not attempts.may_reissue():
+            raise GenerationLost(
+                f"{replica.info.name} broke off ({error}); {_why_not_again(attempts)}", replica=replica.info.name
+            ) from error
+
+    async def _choose(self, want: Want, attempts: Attempts) -> Replica:
+        """Waits until a replica fits; time while the fleet is paused does not count as waiting for one."""
+        deadline = self.clock() + want.deadline_seconds
+        waited_seconds = 0.0
+        while True:
+            started = self.clock()
+            if want.given_up():
+                raise GivenUp
+            paused = self.fleet.is_paused(want.model_id)
+            if not paused and (replica := self._pick(want, attempts)):
+                return replica
+            left = deadline - started
+            patience = left if paused else min(left, self.replica_wait_seconds - waited_seconds)
+            if patience <= 0 or not await self.changes.wait(patience):
+                raise self._nobody(want, paused)
+            waited_seconds += 0.0 if paused else self.clock() - started
+
+    def _pick(self, want: Want, attempts: Attempts) -> Replica | None:
+        """An untried replica first; a tried one that came back rather than none."""
+        for excluded in (attempts.tried, []) if attempts.tried else ([],):
+            fitting = self.table.routable(
+                want.model_id, min_version=want.min_version, excluded=excluded, http=want.http
+            )
+            if fitting:
+                policy = self._policies.setdefault(want.model_id, self.new_policy())
+                return self.table.get(policy.choose([entry.candidate() for entry in fitting]))
+        return None
+
+    def _nobody(self, want: Want, paused: bool) -> NoReplica | UnknownModel:
+        entries = self.table.entries(want.model_id)
+        if paused:
+            return NoReplica(f"the fleet of {want.model_id!r} stayed paused until the deadline", state="paused")
+        if not entries:
+            return UnknownModel(f"no replica serves the model {want.model_id!r}", model=want.model_id)
+        newest = max(entry.info.version for entry in entries)
+        return NoReplica(
+            f"no replica of {want.model_id!r} took the request in time: {len(entries)} known, newest version {newest}, "
+            f"asked for at least {want.min_version}",
+            state="waiting",
+        )
+
+
+def _why_not_again(attempts: Attempts) -> str:
+    return "a part of the answer was out" if attempts.delivered else "this was the second replica"

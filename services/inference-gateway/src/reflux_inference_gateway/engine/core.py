@@ -1,0 +1,256 @@
+"""The engine's step: swap weights, admit and prefill, decode one token for every row, hand out what finished.
+
+Pure computation of one thread: `loop.py` owns the thread and the hand-over to asyncio.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from reflux_inference_gateway.engine.batcher import Admission, Batcher, Ticket
+from reflux_inference_gateway.engine.kinds import KvPolicy
+from reflux_inference_gateway.engine.rows import Drawn, Rows
+from reflux_inference_gateway.engine.sequences import Sequence, start_sequence
+from reflux_inference_gateway.engine.stops import Decode
+from reflux_inference_gateway.engine.types import FinishedSample, GroupRequest, TokenDelta
+from reflux_model.cache import SlotCache
+from reflux_model.config import ModelConfig
+from reflux_model.inference import Prefilled, decode_step, prefill
+from reflux_model.parameters import Parameters
+
+Event = FinishedSample | TokenDelta
+Deliver = Callable[[str, Event], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CoreOptions:
+    """Sizes and choices of one engine."""
+
+    max_rows: int
+    max_model_len: int
+    prefill_tokens_per_step: int = 4096
+    kv_after_swap: KvPolicy = "refresh"
+
+
+@dataclass(frozen=True)
+class Weights:
+    """One version of the parameters; the tensors may be views on an arena and are never written while current."""
+
+    params: Parameters
+    version: int
+    epoch: int
+
+
+class EngineCore:
+    """Owns the KV cache, the rows and the current weights."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: Weights,
+        options: CoreOptions,
+        deliver: Deliver,
+        *,
+        eos_ids: Iterable[int] = (),
+        decode: Decode | None = None,
+    ) -> None:
+        """Allocates the cache; `deliver` is called with (request id, event) in the thread that calls `step`."""
+        self.options = options
+        self.batcher = Batcher(options.max_rows, options.prefill_tokens_per_step)
+        self.weights = weights
+        self.prefilled_prompts = 0
+        """Prompts computed so far, once per group and weight version."""
+        self.generated_tokens = 0
+        self._config = config
+        self._deliver = deliver
+        self._eos_ids = tuple(eos_ids)
+        self._decode = decode
+        dtype = weights.params["model.embed_tokens.weight"].dtype
+        self._cache = SlotCache(config, options.max_rows, options.max_model_len, dtype=dtype)
+        self._rows = Rows(options.max_rows, options.max_model_len)
+        self._sequences: list[Sequence] = []
+        self._num_watched = 0
+        self._requests: dict[str, GroupRequest] = {}
+        self._outstanding: dict[str, int] = {}
+        self._open_prompts: dict[str, Prefilled] = {}
+
+    def submit(self, request: GroupRequest) -> None:
+        """Queues a group; its id must not be in use."""
+        sampling = request.sampling
+        self.batcher.add(Ticket(request.request_id, request.num_samples, len(request.prompt_ids), sampling.max_tokens))
+        self._requests[request.request_id] = request
+        self._outstanding[request.request_id] = request.num_samples
+
+    @torch.inference_mode()
+    def abort(self, request_id: str) -> bool:
+        """Ends a group's samples with what they have; False when there is no such group."""
+        request = self._requests.get(request_id)
+        if request is None:
+            return False
+        rows, dropped = self.batcher.abort(request_id)
+        for index in dropped:
+            waiting = start_sequence(request, index, self.weights.version, self._decode)
+            self._end(request_id, waiting.finish([], [], "abort"))
+        if rows:
+            self._finish(dict.fromkeys(rows, "abort"))
+        return True
+
+    @torch.inference_mode()
+    def swap(self, weights: Weights) -> None:
+        """Makes new weights current; running sequences are prefilled again or go on with the old keys and values."""
+        self.weights = weights
+        self._open_prompts.clear()
+        kept_kv = self.options.kv_after_swap == "keep"
+        generated = self._rows.generated_B[: len(self._sequences)].tolist()
+        for sequence, count in zip(self._sequences, generated, strict=True):
+            sequence.spans.swap(count, weights.version, kept_kv=kept_kv)
+        if not kept_kv:
+            self._refresh()
+
+    def pending_tokens(self) -> int:
+        """Tokens that running and waiting samples may still cost."""
+        return self.batcher.waiting_tokens + self._rows.remaining_tokens(len(self._sequences))
+
+    @torch.inference_mode()
+    def step(self) -> bool:
+        """Admits what fits and decodes one token for every row; False when there was nothing to do."""
+        running = len(self._sequences)
+        admissions = self.batcher.admit()
+        if not admissions and not running:
+            return False
+        ended = self._admit(admissions)
+        if running:
+            ended |= self._decode_rows(running)
+        if ended:
+            self._finish(ended)
+        return True
+
+    def _decode_rows(self, running: int) -> dict[int, str]:
+        logits = decode_step(
+            self.weights.params,
+            self._config,
+            self._rows.last_B[:running],
+            self._cache,
+            self._rows.positions_B[:running],
+        )
+        return self._accept(self._rows.draw(logits, 0), 0, running)
+
+    def _admit(self, admissions: list[Admission]) -> dict[int, str]:
+        """Prefills each group's prompt unless an earlier chunk of the group did, and seats the admitted samples."""
+        if not admissions:
+            return {}
+        fresh = [one for one in admissions if one.ticket.request_id not in self._open_prompts]
+        # Only the head of the queue can have an open prompt, so that its rows come before those of fresh groups.
+        ended: dict[int, str] = {}
+        for admission in admissions[: len(admissions) - len(fresh)]:
+            ended |= self._seat([admission], self._open_prompts.pop(admission.ticket.request_id))
+        if fresh:
+            prefilled = self._prefill([self._requests[one.ticket.request_id].prompt_ids for one in fresh])
+            ended |= self._seat(fresh, prefilled)
+        return ended
+
+    def _prefill(self, prompts: list[tuple[int, ...]]) -> Prefilled:
+        self.prefilled_prompts += len(prompts)
+        tokens_BL, lengths_B = _padded(prompts)
+        return prefill(self.weights.params, self._config, tokens_BL, lengths_B)
+
+    def _seat(self, admissions: list[Admission], prefilled: Prefilled) -> dict[int, str]:
+        """Fans each prompt out to its rows and draws their first token; admissions are neighbours in row order."""
+        sources = torch.cat([torch.full((one.count,), at) for at, one in enumerate(admissions)])
+        first_row = admissions[0].row
+        self._cache.insert(prefilled.kv, sources, torch.arange(first_row, first_row + len(sources)))
+        for number, one in enumerate(admissions):
+            if one.first + one.count < one.ticket.num_samples:
+                rest = Prefilled(prefilled.logits_BV[number : number + 1], prefilled.kv.row(number))
+                self._open_prompts[one.ticket.request_id] = rest
+            self._start(one)
+        return self._accept(self._rows.draw(prefilled.logits_BV[sources], first_row), first_row, len(sources))
+
+    def _start(self, admission: Admission) -> None:
+        request = self._requests[admission.ticket.request_id]
+        sampling = request.sampling
+        stop_ids = sampling.stop_token_ids if sampling.ignore_eos else (*self._eos_ids, *sampling.stop_token_ids)
+        self._rows.seat(admission.row, admission.count, admission.first, len(request.prompt_ids), sampling, stop_ids)
+        for offset in range(admission.count):
+            sequence = start_sequence(request, admission.first + offset, self.weights.version, self._decode)
+            self._num_watched += sequence.watched
+            self._sequences.append(sequence)
+
+    def _accept(self, drawn: Drawn, first_row: int, count: int) -> dict[int, str]:
+        """Counts a step's tokens; returns the rows that ended, with their finish reason."""
+        self.generated_tokens += count
+        ended = dict.fromkeys(drawn.by_length, "length") | dict.fromkeys(drawn.by_stop, "stop")
+        if self._num_watched:
+            for offset, sequence in enumerate(self._sequences[first_row : first_row + count]):
+                if sequence.watched and self._watch(sequence, drawn, offset):
+                    ended[first_row + offset] = "stop"
+        return ended
+
+    def _watch(self, sequence: Sequence, drawn: Drawn, offset: int) -> bool:
+        """The slow path of one token: stop strings, top log-probs, streaming; True when a stop string ended it."""
+        token = int(drawn.tokens.tokens_B[offset])
+        top = drawn.top_of(offset, sequence.request.sampling.top_logprobs)
+        if sequence.request.sampling.top_logprobs:
+            sequence.top_logprobs.append(top)
+        if sequence.request.stream_tokens:
+            logprob = float(drawn.tokens.logprobs_B[offset])
+            self._deliver(sequence.request.request_id, TokenDelta(sequence.index, token, logprob, top))
+        return sequence.cursor is not None and sequence.cursor.push(token)
+
+    def _finish(self, ended: dict[int, str]) -> None:
+        """Delivers ended rows and closes the holes that they leave."""
+        rows = sorted(ended)
+        tokens, logprobs = self._rows.outputs(rows)
+        for at, row in enumerate(rows):
+            sequence = self._sequences[row]
+            self._num_watched -= sequence.watched
+            self._end(sequence.request.request_id, sequence.finish(tokens[at], logprobs[at], ended[row]))
+        moves = self.batcher.release(rows)
+        sources, targets = [move.source for move in moves], [move.target for move in moves]
+        if moves:
+            self._move(sources, targets)
+        for source, target in zip(sources, targets, strict=True):
+            self._sequences[target] = self._sequences[source]
+        del self._sequences[self.batcher.num_active :]
+
+    def _end(self, request_id: str, sample: FinishedSample) -> None:
+        self._deliver(request_id, sample)
+        self._outstanding[request_id] -= 1
+        if not self._outstanding[request_id]:
+            del self._outstanding[request_id], self._requests[request_id]
+            self._open_prompts.pop(request_id, None)
+
+    def _move(self, sources: list[int], targets: list[int]) -> None:
+        span = int(self._rows.positions_B[sources].max()) + 1
+        self._rows.move(sources, targets)
+        for memory in (self._cache.keys, self._cache.values):
+            memory[:, targets, :, :span] = memory[:, sources, :, :span]
+
+    def _refresh(self) -> None:
+        """Computes the keys and values of all running sequences under the current weights.
+
+        The last token of a row is left out: the next decode step feeds it and writes its key and value.
+        """
+        tokens, _ = self._rows.outputs(list(range(len(self._sequences))))
+        texts = [
+            (*sequence.request.prompt_ids, *generated[:-1])
+            for sequence, generated in zip(self._sequences, tokens, strict=True)
+        ]
+        longest = max(map(len, texts), default=1)
+        chunk = max(1, self.options.prefill_tokens_per_step // longest)
+        for first in range(0, len(texts), chunk):
+            part = texts[first : first + chunk]
+            tokens_BL, lengths_B = _padded(part)
+            kv = prefill(self.weights.params, self._config, tokens_BL, lengths_B).kv
+            self._cache.insert(kv, torch.arange(len(part)), torch.arange(first, first + len(part)))
+
+
+def _padded(rows: list[tuple[int, ...]]) -> tuple[Tensor, Tensor | None]:
+    lengths = [len(row) for row in rows]
+    longest = max(lengths)
+    if min(lengths) == longest:
+        return torch.tensor(rows, dtype=torch.int64), None
+    padded = [(*row, *([0] * (longest - len(row)))) for row in rows]
+    return torch.tensor(padded, dtype=torch.int64), torch.tensor(lengths, dtype=torch.int64)

@@ -1,0 +1,183 @@
+"""The engine's thread and its border to asyncio: one wake-up per step in each direction, whatever the batch."""
+
+import asyncio
+import logging
+import threading
+from collections import deque
+from collections.abc import AsyncGenerator, Callable
+from concurrent.futures import Future
+
+from reflux_inference_gateway.engine.core import EngineCore, Event, Weights
+from reflux_inference_gateway.engine.types import (
+    EngineLoad,
+    EngineStopped,
+    FinishedSample,
+    GroupRequest,
+    QueueFull,
+)
+
+log = logging.getLogger(__name__)
+
+
+class EngineLoop:
+    """Owns the thread that steps an EngineCore.
+
+    The event loop never waits for a step: it leaves commands in a queue, and reads a snapshot of the load.
+    """
+
+    def __init__(
+        self, new_core: Callable[[Callable[[str, Event], None]], EngineCore], *, max_open_samples: int
+    ) -> None:
+        """`new_core` gets the function that delivers events; `max_open_samples` bounds running and waiting samples."""
+        self._core = new_core(self._collect)
+        self._max_open_samples = max_open_samples
+        self._open_samples = 0
+        self._wake = threading.Event()
+        self._commands: deque[Callable[[], object]] = deque()
+        self._batch: list[tuple[str, Event]] = []
+        self._sinks: dict[str, asyncio.Queue[list[Event]]] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stopping = False
+        self._failure: str | None = None
+        self._snapshot = self._measure()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    async def __aenter__(self) -> "EngineLoop":
+        """Starts the thread."""
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """Ends the thread after its current step; requests that still run end with EngineStopped."""
+        self._stopping = True
+        self._wake.set()
+        await asyncio.to_thread(self._thread.join)
+
+    async def generate(self, request: GroupRequest) -> AsyncGenerator[list[Event], None]:
+        """Yields the events of a group, all of one step together, until every sample is finished.
+
+        Raises QueueFull when too many samples are open, EngineStopped when the thread has ended, ValueError when the
+        id is in use. Closing the iterator aborts what still runs.
+        """
+        self._admit(request)
+        sink: asyncio.Queue[list[Event]] = asyncio.Queue()
+        self._sinks[request.request_id] = sink
+        self._open_samples += request.num_samples
+        left = request.num_samples
+        try:
+            self._command(lambda: self._core.submit(request))
+            while left:
+                events = await sink.get()
+                if not events:
+                    raise EngineStopped(self._failure or "the engine stops")
+                left -= sum(isinstance(event, FinishedSample) for event in events)
+                yield events
+        finally:
+            if left:
+                self.abort(request.request_id)
+            del self._sinks[request.request_id]
+            self._open_samples -= request.num_samples
+
+    def abort(self, request_id: str) -> bool:
+        """Ends a group between two steps; False when no such group runs or waits."""
+        known = request_id in self._sinks
+        if known:
+            self._command(lambda: self._core.abort(request_id))
+        return known
+
+    def swap(self, weights: Weights) -> "Future[None]":
+        """Makes new weights current between two steps; the future ends when the old ones are no longer read."""
+        done: Future[None] = Future()
+
+        def run() -> None:
+            try:
+                self._core.swap(weights)
+            except Exception as error:
+                # Whoever waits must learn it; the thread itself cannot go on with half a swap.
+                done.set_exception(error)
+                raise
+            done.set_result(None)
+
+        self._command(run)
+        return done
+
+    def load(self) -> EngineLoad:
+        """Counts and version after the last step; samples that the thread has not seen yet count as waiting."""
+        seen = self._snapshot
+        unseen = max(0, self._open_samples - seen.running - seen.waiting)
+        return seen if not unseen else seen.with_waiting(seen.waiting + unseen)
+
+    @property
+    def failure(self) -> str | None:
+        """Why the thread ended; None while it runs."""
+        return self._failure
+
+    def _admit(self, request: GroupRequest) -> None:
+        if self._failure is not None or self._stopping:
+            raise EngineStopped(self._failure or "the engine stops")
+        if request.request_id in self._sinks:
+            raise ValueError(f"request id {request.request_id!r} is in use")
+        if self._open_samples and self._open_samples + request.num_samples > self._max_open_samples:
+            raise QueueFull(f"{self._open_samples} samples run or wait; the limit is {self._max_open_samples}")
+
+    def _command(self, command: Callable[[], object]) -> None:
+        self._commands.append(command)
+        self._wake.set()
+
+    def _collect(self, request_id: str, event: Event) -> None:
+        self._batch.append((request_id, event))
+
+    def _measure(self) -> EngineLoad:
+        core = self._core
+        return EngineLoad(
+            running=core.batcher.num_active,
+            waiting=core.batcher.num_waiting,
+            pending_tokens=core.pending_tokens(),
+            version=core.weights.version,
+            epoch=core.weights.epoch,
+            generated_tokens=core.generated_tokens,
+            prefilled_prompts=core.prefilled_prompts,
+        )
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping:
+                if not self._turn():
+                    self._wake.wait()
+                    self._wake.clear()
+        except Exception as error:
+            log.exception("the engine's thread failed")
+            self._failure = f"{type(error).__name__}: {error}"
+        self._failure = self._failure or "the engine stops"
+        self._post(self._wake_everyone)
+
+    def _turn(self) -> bool:
+        """Runs commands and one step; False when there was nothing to do."""
+        busy = bool(self._commands)
+        while self._commands:
+            self._commands.popleft()()
+        busy = self._core.step() or busy
+        if busy:
+            self._snapshot = self._measure()
+        if self._batch:
+            batch, self._batch = self._batch, []
+            self._post(lambda: self._deliver(batch))
+        return busy
+
+    def _post(self, call: Callable[[], None]) -> None:
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(call)
+
+    def _deliver(self, batch: list[tuple[str, Event]]) -> None:
+        grouped: dict[str, list[Event]] = {}
+        for request_id, event in batch:
+            grouped.setdefault(request_id, []).append(event)
+        for request_id, events in grouped.items():
+            sink = self._sinks.get(request_id)
+            if sink is not None:
+                sink.put_nowait(events)
+
+    def _wake_everyone(self) -> None:
+        for sink in self._sinks.values():
+            sink.put_nowait([])

@@ -1,0 +1,118 @@
+"""The gRPC face of the engine: translates messages, delegates to the loop."""
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
+from typing import Any
+
+from reflux.common.v1.common_pb2 import Sample, VersionSpan
+from reflux.inference_gateway.v1 import engine_service_pb2 as pb
+from reflux.inference_gateway.v1.engine_service_pb2_grpc import EngineServiceServicer
+from reflux.inference_gateway.v1.replica_pb2 import Replica as ReplicaMessage
+from reflux_inference_gateway.engine.loop import EngineLoop
+from reflux_inference_gateway.engine.types import (
+    EngineStopped,
+    FinishedSample,
+    GroupRequest,
+    ModelLimits,
+    QueueFull,
+    Sampling,
+)
+from reflux_inference_gateway.wire import parse_num_samples, parse_prompt, parse_request_id, parse_sampling
+from reflux_kit import telemetry
+from reflux_kit.errors import AlreadyExists, CapacityExhausted, InvalidRequest, Unavailable
+
+SERVICE_NAME = pb.DESCRIPTOR.services_by_name["EngineService"].full_name
+_TOKENS_PER_MESSAGE = 100_000
+
+
+class EngineServicer(EngineServiceServicer):
+    """Generate, abort, status."""
+
+    def __init__(self, engine: EngineLoop, limits: ModelLimits, describe: Callable[[], ReplicaMessage]) -> None:
+        """`describe` gives the replica as it reports itself to the gateway."""
+        self._engine = engine
+        self._limits = limits
+        self._describe = describe
+
+    async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
+        group = parse_generate(request, self._limits)
+        collected: list[Sample] = []
+        with telemetry.span("engine.generate", samples=group.num_samples, prompt_tokens=len(group.prompt_ids)):
+            try:
+                async with aclosing(self._engine.generate(group)) as batches:
+                    async for batch in batches:
+                        collected += [_sample(event) for event in batch if isinstance(event, FinishedSample)]
+                        if collected and not request.whole_group:
+                            yield pb.GenerateResponse(samples=collected)
+                            collected = []
+            except QueueFull as error:
+                raise CapacityExhausted(str(error)) from error
+            except EngineStopped as error:
+                raise Unavailable(str(error)) from error
+            except ValueError as error:
+                raise AlreadyExists(str(error)) from error
+        for part in _parts(sorted(collected, key=lambda sample: sample.index)):
+            yield pb.GenerateResponse(samples=part)
+
+    async def AbortRequests(self, request: pb.AbortRequestsRequest, context: Any) -> pb.AbortRequestsResponse:
+        aborted = [request_id for request_id in request.request_ids if self._engine.abort(request_id)]
+        return pb.AbortRequestsResponse(aborted_ids=aborted)
+
+    async def GetStatus(self, request: pb.GetStatusRequest, context: Any) -> pb.GetStatusResponse:
+        return pb.GetStatusResponse(replica=self._describe())
+
+
+def parse_generate(request: pb.GenerateRequest, limits: ModelLimits) -> GroupRequest:
+    """Checks a Generate request against the model; raises InvalidRequest naming the field and the limit."""
+    prompt = parse_prompt(request.prompt_token_ids)
+    sampling = parse_sampling(request.sampling)
+    if max(prompt) >= limits.vocab_size:
+        raise InvalidRequest(
+            f"prompt_token_ids holds {max(prompt)}; the vocabulary ends at {limits.vocab_size - 1}",
+            field="prompt_token_ids",
+        )
+    if len(prompt) + sampling.max_tokens > limits.max_model_len:
+        raise InvalidRequest(
+            f"{len(prompt)} prompt tokens and sampling.max_tokens {sampling.max_tokens} exceed the context of "
+            f"{limits.max_model_len}",
+            field="sampling.max_tokens",
+        )
+    return GroupRequest(
+        request_id=parse_request_id(request.request_id),
+        prompt_ids=prompt,
+        num_samples=parse_num_samples(request.num_samples),
+        sampling=Sampling(
+            max_tokens=sampling.max_tokens,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p or 1.0,
+            top_k=sampling.top_k,
+            seed=sampling.seed,
+            stop_token_ids=tuple(sampling.stop_token_ids),
+        ),
+    )
+
+
+def _sample(sample: FinishedSample) -> Sample:
+    return Sample(
+        index=sample.index,
+        token_ids=sample.token_ids,
+        logprobs=sample.logprobs,
+        finish_reason=sample.finish_reason,
+        versions=[
+            VersionSpan(version=span.version, start=span.start, end=span.end, kv_version=span.kv_version)
+            for span in sample.spans
+        ],
+    )
+
+
+def _parts(samples: list[Sample]) -> list[list[Sample]]:
+    """One list, or several when a single message would exceed gRPC's limit of 4 MiB."""
+    parts: list[list[Sample]] = []
+    tokens = _TOKENS_PER_MESSAGE
+    for sample in samples:
+        if tokens + len(sample.token_ids) > _TOKENS_PER_MESSAGE:
+            parts.append([])
+            tokens = 0
+        parts[-1].append(sample)
+        tokens += len(sample.token_ids)
+    return parts

@@ -1,0 +1,62 @@
+"""Settings of one engine process."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from reflux_inference_gateway.engine.kinds import KvPolicy
+from reflux_kit.settings import ServiceSettings, prefix
+
+
+class EngineSettings(ServiceSettings):
+    """Environment prefix REFLUX_ENGINE_; run and rank come from the agent that starts the process."""
+
+    model_config = prefix("engine")
+
+    http_listen: str = "127.0.0.1:0"
+
+    model: Path | None = None
+    """Needed. Folder with config.json, model.safetensors and tokenizer.json (Hugging Face layout)."""
+
+    model_id: str = ""
+    """Name by which clients ask for the model; empty takes the run's id, or the folder's name."""
+
+    run: Annotated[str, Field(validation_alias="REFLUX_RUN")] = ""
+    """Run that owns the replica; empty when it is shared."""
+
+    rank: Annotated[int, Field(validation_alias="REFLUX_RANK")] = 0
+    """Rank among the engines of the job."""
+
+    node: Annotated[str, Field(validation_alias="REFLUX_NODE")] = ""
+    """Topology path of the node."""
+
+    weights: Literal["broker", "folder"] = "broker"
+    """Where later versions come from: the weight broker, or nowhere (only the folder's weights)."""
+
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Arithmetic; exactness checks need float32."""
+
+    max_rows: int = Field(default=256, ge=1, le=4096)
+    """Sequences that decode at the same time; less when the KV budget is smaller."""
+
+    max_model_len: int = Field(default=0, ge=0)
+    """Longest sequence, prompt and generated tokens; 0 takes the model's own limit."""
+
+    kv_budget_bytes: int = Field(default=2 << 30, ge=1 << 16)
+    """Memory of the KV cache; bounds the number of rows."""
+
+    max_waiting_samples: int = Field(default=4096, ge=1)
+    """Samples that may wait for a row; further requests get 429 or RESOURCE_EXHAUSTED."""
+
+    prefill_tokens_per_step: int = Field(default=4096, ge=1)
+    """Prompt tokens that are computed between two decode steps, at least one prompt."""
+
+    kv_after_swap: KvPolicy = "refresh"
+    """After new weights: `refresh` prefills running sequences again, `keep` goes on with old keys and values."""
+
+    threads: int = Field(default=1, ge=1)
+    """OpenMP threads of the engine; more than one is slower on a contended machine."""
+
+    max_body_bytes: int = Field(default=64 << 20, ge=1024)
+    """Largest HTTP body."""

@@ -1,0 +1,95 @@
+"""Text to token ids and back, from a model folder's tokenizer.json and tokenizer_config.json."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jinja2 import TemplateError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import Tokenizer
+
+
+class TextTokenizer:
+    """Owns the model folder's tokenizer and chat template. Safe to call from any thread."""
+
+    def __init__(self, folder: Path) -> None:
+        """Reads both files; raises OSError or ValueError when one is missing or broken."""
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            raise FileNotFoundError(f"{path} is missing")
+        try:
+            self._tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:  # the Rust library raises bare Exception
+            raise ValueError(f"{path} is no tokenizer: {error}") from error
+        self._config = _read_json(folder / "tokenizer_config.json")
+        self._template = self._compile_template()
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text, with what the tokenizer adds by itself (for example a beginning-of-text token)."""
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of token ids without special tokens."""
+        return self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
+
+    def piece(self, token_id: int) -> str:
+        """Text of one token as log-prob listings show it; special tokens included."""
+        text = self._tokenizer.decode([token_id], skip_special_tokens=False)
+        return text or self._tokenizer.id_to_token(token_id) or ""
+
+    def token_id(self, token: str) -> int | None:
+        """Id of a token by its exact text."""
+        return self._tokenizer.token_to_id(token)
+
+    def eos_ids(self) -> set[int]:
+        """End-of-sequence ids that tokenizer_config.json names."""
+        found = self.token_id(self._special("eos_token"))
+        return set() if found is None else {found}
+
+    def chat_prompt(self, messages: list[dict[str, Any]]) -> list[int]:
+        """Token ids of a conversation; raises ValueError when the template refuses it."""
+        if self._template is None:
+            lines = [f"{message['role']}: {message['content']}" for message in messages]
+            return self.encode("\n".join([*lines, "assistant:"]))
+        try:
+            text = self._template.render(
+                messages=messages,
+                add_generation_prompt=True,
+                bos_token=self._special("bos_token"),
+                eos_token=self._special("eos_token"),
+            )
+        except TemplateError as error:
+            raise ValueError(f"the chat template refuses these messages: {error}") from error
+        return self.encode(text, add_special_tokens=False)
+
+    def _compile_template(self) -> Any | None:
+        source = self._config.get("chat_template")
+        if not isinstance(source, str):
+            return None
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+        environment.globals["raise_exception"] = _raise_template_error
+        try:
+            return environment.from_string(source)
+        except TemplateError as error:
+            raise ValueError(f"chat_template in tokenizer_config.json does not parse: {error}") from error
+
+    def _special(self, key: str) -> str:
+        value = self._config.get(key)
+        return str(value.get("content", "")) if isinstance(value, dict) else str(value or "")
+
+
+def _raise_template_error(message: str) -> None:
+    raise TemplateError(message)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is no JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} must hold an object")
+    return value

@@ -1,0 +1,114 @@
+"""Values that cross the border between the engine's thread and its front doors. No torch, no protos."""
+
+from dataclasses import dataclass, field, replace
+
+_GOLDEN = 0x9E3779B97F4A7C15
+_MASK = (1 << 64) - 1
+
+
+def sample_seed(group_seed: int, sample_index: int) -> int:
+    """Seed of one sample: a group's sample i draws exactly what a single request with this seed draws."""
+    return (group_seed + sample_index * _GOLDEN) & _MASK
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How tokens are drawn, valid by construction of the parsers."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 keeps all."""
+    seed: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    stops: tuple[str, ...] = ()
+    ignore_eos: bool = False
+    top_logprobs: int = 0
+    """Most likely tokens to report per position."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupRequest:
+    """One prompt, n samples."""
+
+    request_id: str
+    prompt_ids: tuple[int, ...]
+    num_samples: int
+    sampling: Sampling
+    stream_tokens: bool = False
+    """Deliver every token as it is drawn; otherwise only finished samples."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """Generated tokens `start .. end-1` were drawn under weight `version`; their prefix's KV under `kv_version`."""
+
+    version: int
+    start: int
+    end: int
+    kv_version: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinishedSample:
+    """One completion."""
+
+    index: int
+    token_ids: list[int]
+    logprobs: list[float]
+    """Natural log, temperature 1, of the distribution before top-p and top-k."""
+    finish_reason: str
+    """"stop", "length" or "abort"."""
+    spans: list[Span]
+    text: str | None = None
+    """Set when stop strings were asked for: the text before the stop string."""
+    top_logprobs: list[dict[int, float]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class TokenDelta:
+    """One token of a running sample; only for requests with `stream_tokens`."""
+
+    index: int
+    token_id: int
+    logprob: float
+    top_logprobs: dict[int, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineLoad:
+    """The engine at one moment."""
+
+    running: int
+    waiting: int
+    pending_tokens: int
+    version: int
+    epoch: int
+    generated_tokens: int
+    """Since the start."""
+    prefilled_prompts: int
+    """Since the start; once per group and weight version."""
+
+    def with_waiting(self, waiting: int) -> "EngineLoad":
+        """The same load with another number of waiting samples."""
+        return replace(self, waiting=waiting)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelLimits:
+    """What a request may ask of the model; parsers check against it."""
+
+    vocab_size: int
+    max_model_len: int
+    """Prompt and generated tokens together."""
+    max_samples: int = 1024
+
+
+class EngineStopped(Exception):
+    """The engine's thread has ended; its message says why."""
+
+
+class QueueFull(Exception):
+    """The bounded queue cannot take the group now; the doors answer 429 or RESOURCE_EXHAUSTED."""

@@ -1,0 +1,1 @@
+"""How the gateway talks to replicas, one file per kind of engine."""

@@ -1,0 +1,27 @@
+"""How the gateway speaks to one replica's generation API, whatever engine is behind it."""
+
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Sequence
+
+from reflux.common.v1.common_pb2 import Sample
+from reflux_inference_gateway.wire import GroupCall
+
+
+class ReplicaClient(ABC):
+    """One replica.
+
+    Contract: a broken connection surfaces as `dispatch.ReplicaLost`, a refusal by the engine as a `ServiceError`.
+    Samples are passed on as the messages that came: the gateway adds nothing to them.
+    """
+
+    @abstractmethod
+    def generate(self, call: GroupCall, deadline_seconds: float | None) -> AsyncGenerator[Sequence[Sample], None]:
+        """Yields finished samples until the group is complete; closing the iterator cancels the group there."""
+
+    @abstractmethod
+    async def abort(self, request_id: str) -> None:
+        """Ends a group early; what it has comes through `generate` with finish_reason "abort"."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Closes the connection."""

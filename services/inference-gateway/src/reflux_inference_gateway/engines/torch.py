@@ -1,0 +1,69 @@
+"""The embedded engine over gRPC: one message per group when the caller wants the whole group."""
+
+from collections.abc import AsyncGenerator, Sequence
+from typing import TYPE_CHECKING
+
+import grpc
+from grpc import aio
+
+from reflux.common.v1.common_pb2 import Sample
+from reflux.inference_gateway.v1 import engine_service_pb2 as pb
+from reflux.inference_gateway.v1.engine_service_pb2_grpc import EngineServiceStub
+from reflux_inference_gateway.dispatch import ReplicaLost
+from reflux_inference_gateway.engines.base import ReplicaClient
+from reflux_inference_gateway.errors import Overloaded
+from reflux_inference_gateway.wire import GroupCall
+from reflux_kit.channel import open_channel
+from reflux_kit.errors import DeadlinePassed, InvalidRequest
+from reflux_kit.settings import ServiceSettings
+
+if TYPE_CHECKING:
+    from reflux.inference_gateway.v1.engine_service_pb2_grpc import EngineServiceAsyncStub
+
+_ABORT_SECONDS = 5.0
+
+
+class TorchReplica(ReplicaClient):
+    """Owns the channel to one `reflux-engine`."""
+
+    def __init__(self, address: str, settings: ServiceSettings) -> None:
+        self._address = address
+        self._channel = open_channel(address, settings, subject="inference-gateway")
+        self._stub: EngineServiceAsyncStub = EngineServiceStub(self._channel)
+
+    async def generate(self, call: GroupCall, deadline_seconds: float | None) -> AsyncGenerator[Sequence[Sample], None]:
+        request = pb.GenerateRequest(
+            request_id=call.request_id,
+            prompt_token_ids=call.prompt_token_ids,
+            num_samples=call.num_samples,
+            sampling=call.sampling,
+            whole_group=call.whole_group,
+        )
+        missing = call.num_samples
+        try:
+            async for response in self._stub.Generate(request, timeout=deadline_seconds):
+                missing -= len(response.samples)
+                yield response.samples
+        except aio.AioRpcError as error:
+            raise self._translated(error) from error
+        if missing:
+            raise ReplicaLost(f"{self._address} ended the stream with {missing} samples missing")
+
+    async def abort(self, request_id: str) -> None:
+        await self._stub.AbortRequests(pb.AbortRequestsRequest(request_ids=[request_id]), timeout=_ABORT_SECONDS)
+
+    async def close(self) -> None:
+        await self._channel.close()
+
+    def _translated(self, error: aio.AioRpcError) -> Exception:
+        text = error.details() or error.code().name
+        match error.code():
+            case grpc.StatusCode.INVALID_ARGUMENT:
+                return InvalidRequest(text)
+            case grpc.StatusCode.RESOURCE_EXHAUSTED:
+                return Overloaded(text)
+            case grpc.StatusCode.DEADLINE_EXCEEDED:
+                return DeadlinePassed(text)
+            case grpc.StatusCode.UNAVAILABLE | grpc.StatusCode.CANCELLED | grpc.StatusCode.UNKNOWN:
+                return ReplicaLost(f"{self._address}: {text}")
+        return error

@@ -1,0 +1,27 @@
+"""What can go wrong with a request at the gateway; each error has a gRPC status, and an HTTP one in `http/`."""
+
+from reflux_kit.errors import CapacityExhausted, NotFound, Unavailable
+
+
+class Overloaded(CapacityExhausted):
+    """A bounded queue is full; the same request may be taken later."""
+
+    reason = "OVERLOADED"
+
+
+class UnknownModel(NotFound):
+    """No replica ever registered this model."""
+
+    reason = "UNKNOWN_MODEL"
+
+
+class NoReplica(Unavailable):
+    """No fitting replica took the request before its deadline; `state` says whether the fleet was paused."""
+
+    reason = "NO_REPLICA"
+
+
+class GenerationLost(Unavailable):
+    """The replica died with a part of the answer out, or a second time; the whole group may be asked for again."""
+
+    reason = "GENERATION_LOST"

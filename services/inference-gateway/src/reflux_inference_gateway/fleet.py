@@ -1,0 +1,103 @@
+"""The fleet's pause and the ledger that proves it lost nothing. Pure."""
+
+from dataclasses import dataclass, field
+
+ALL_MODELS = "*"
+
+
+@dataclass
+class Ledger:
+    """Counts every request once on entry and once on exit.
+
+    Invariant: entered == held + running + completed + failed + cancelled.
+    """
+
+    entered: int = 0
+    held: int = 0
+    running: int = 0
+    completed: int = 0
+    failed: int = 0
+    cancelled: int = 0
+
+    def balanced(self) -> bool:
+        """True unless a request was lost or counted twice."""
+        ended = self.completed + self.failed + self.cancelled
+        return self.entered == self.held + self.running + ended and min(self.held, self.running) >= 0
+
+
+class FleetPaused(Exception):
+    """The fleet holds this many requests already; the caller must back off."""
+
+
+@dataclass
+class Fleet:
+    """Owns which models are paused and the ledger of requests; a request moves held -> running -> ended."""
+
+    max_held: int = 4096
+    ledger: Ledger = field(default_factory=Ledger)
+    _paused: set[str] = field(default_factory=set)
+    _held_by_model: dict[str, int] = field(default_factory=dict)
+    _running_by_model: dict[str, int] = field(default_factory=dict)
+
+    def is_paused(self, model_id: str) -> bool:
+        """True when requests of the model are held."""
+        return ALL_MODELS in self._paused or model_id in self._paused
+
+    def paused_models(self) -> list[str]:
+        """Paused models in alphabetical order; "*" stands for all."""
+        return sorted(self._paused)
+
+    def enter(self, model_id: str) -> None:
+        """Takes a request in; raises FleetPaused when too many are held. It counts as held until `run`."""
+        if self.ledger.held >= self.max_held:
+            raise FleetPaused(f"{self.ledger.held} requests are held already")
+        self.ledger.entered += 1
+        self.ledger.held += 1
+        self._add(self._held_by_model, model_id, 1)
+
+    def run(self, model_id: str) -> None:
+        """A held request goes to a replica."""
+        self.ledger.held -= 1
+        self.ledger.running += 1
+        self._add(self._held_by_model, model_id, -1)
+        self._add(self._running_by_model, model_id, 1)
+
+    def hold_again(self, model_id: str) -> None:
+        """A running request lost its replica and waits for another one."""
+        self.ledger.running -= 1
+        self.ledger.held += 1
+        self._add(self._running_by_model, model_id, -1)
+        self._add(self._held_by_model, model_id, 1)
+
+    def end(self, model_id: str, *, was_running: bool, outcome: str) -> None:
+        """A request leaves with outcome "completed", "failed" or "cancelled"."""
+        if was_running:
+            self.ledger.running -= 1
+            self._add(self._running_by_model, model_id, -1)
+        else:
+            self.ledger.held -= 1
+            self._add(self._held_by_model, model_id, -1)
+        setattr(self.ledger, outcome, getattr(self.ledger, outcome) + 1)
+
+    def pause(self, model_id: str = "") -> int:
+        """Holds new requests of a model (of all when empty); returns how many run on."""
+        self._paused.add(model_id or ALL_MODELS)
+        return self._running_by_model.get(model_id, 0) if model_id else self.ledger.running
+
+    def resume(self, model_id: str = "") -> int:
+        """Releases held requests; returns how many. Empty ends every pause, that of single models included."""
+        before = self._held_while_paused()
+        if model_id:
+            self._paused.discard(model_id)
+        else:
+            self._paused.clear()
+        return before - self._held_while_paused()
+
+    def _held_while_paused(self) -> int:
+        return sum(held for model, held in self._held_by_model.items() if self.is_paused(model))
+
+    @staticmethod
+    def _add(counts: dict[str, int], model_id: str, delta: int) -> None:
+        counts[model_id] = counts.get(model_id, 0) + delta
+        if counts[model_id] == 0:
+            del counts[model_id]

@@ -1,0 +1,1 @@
+"""The OpenAI door of the gateway."""

@@ -1,0 +1,68 @@
+"""Entry point of the gateway: settings in, both doors out."""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from reflux.inference_gateway.v1.inference_gateway_service_pb2_grpc import (
+    add_InferenceGatewayServiceServicer_to_server,
+)
+from reflux_inference_gateway import metrics
+from reflux_inference_gateway.clients import ReplicaClients
+from reflux_inference_gateway.dispatch import Dispatcher
+from reflux_inference_gateway.fleet import Fleet
+from reflux_inference_gateway.http.app import OpenAiDoor
+from reflux_inference_gateway.http.upstream import upstream_session
+from reflux_inference_gateway.replicas import ReplicaTable
+from reflux_inference_gateway.routing import POLICIES
+from reflux_inference_gateway.servicer import SERVICE_NAME, InferenceGatewayServicer
+from reflux_inference_gateway.settings import GatewaySettings
+from reflux_kit.server import Mount, Service, serve
+
+log = logging.getLogger(__name__)
+
+
+@asynccontextmanager
+async def build(settings: GatewaySettings) -> AsyncIterator[Service]:
+    """Owns the gateway's state, its connections to replicas and the task that ages the table."""
+    dispatcher = Dispatcher(
+        table=ReplicaTable(expiry_seconds=settings.replica_expiry_seconds),
+        fleet=Fleet(max_held=settings.max_held_requests),
+        new_policy=POLICIES[settings.routing],
+        replica_wait_seconds=settings.replica_wait_seconds,
+    )
+    metrics.observe_fleet(dispatcher.fleet)
+    clients = ReplicaClients(settings)
+    async with upstream_session() as session:
+        ageing = asyncio.create_task(_age(dispatcher, clients, settings.heartbeat_seconds / 2))
+        try:
+            servicer = InferenceGatewayServicer(dispatcher, clients, settings.heartbeat_seconds)
+            door = OpenAiDoor(dispatcher, session, settings, time.monotonic())
+            mount = Mount(servicer, add_InferenceGatewayServiceServicer_to_server, SERVICE_NAME)
+            yield Service((mount,), door.application())
+        finally:
+            ageing.cancel()
+            await clients.close()
+
+
+async def _age(dispatcher: Dispatcher, clients: ReplicaClients, period_seconds: float) -> None:
+    """Takes silent replicas out of routing, forgets drained and long-lost ones, writes the gauges."""
+    while True:
+        await asyncio.sleep(period_seconds)
+        changed = dispatcher.table.expire(dispatcher.clock())
+        if changed:
+            log.warning("no heartbeat from %s", ", ".join(changed))
+            dispatcher.changes.notify()
+        await clients.forget_all_but({entry.info.name for entry in dispatcher.table.entries()})
+        metrics.observe_replicas(dispatcher.table)
+
+
+def main() -> None:
+    """Runs the gateway until SIGTERM."""
+    serve("inference-gateway", GatewaySettings, build)
+
+
+if __name__ == "__main__":
+    main()

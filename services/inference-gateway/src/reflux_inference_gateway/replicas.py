@@ -1,0 +1,170 @@
+"""The table of replicas: who is there, what it serves, what is in flight on it. Pure; the caller brings the clock."""
+
+import enum
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+from reflux_inference_gateway.routing.base import Candidate
+
+
+class Role(enum.Enum):
+    """What a replica computes."""
+
+    BOTH = 1
+    PREFILL = 2
+    DECODE = 3
+
+
+class State(enum.Enum):
+    """Life of a replica as the gateway sees it."""
+
+    READY = 1
+    DRAINING = 2
+    LOST = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplicaInfo:
+    """What a replica says about itself, at registration and with each heartbeat."""
+
+    name: str
+    model_id: str
+    grpc_address: str = ""
+    http_url: str = ""
+    role: Role = Role.BOTH
+    version: int = 0
+    epoch: int = 0
+    sequences: int = 0
+    pending_tokens: int = 0
+    capacity: int = 0
+    node: str = ""
+    run: str = ""
+
+
+@dataclass
+class Replica:
+    """One entry: the replica's own words plus what the gateway counts."""
+
+    info: ReplicaInfo
+    order: int
+    seen_seconds: float
+    state: State = State.READY
+    inflight_tokens: int = 0
+    inflight_requests: int = 0
+    dispatched: int = 0
+
+    def candidate(self) -> Candidate:
+        """The view that routing policies get."""
+        return Candidate(
+            name=self.info.name,
+            inflight_tokens=self.inflight_tokens,
+            dispatched=self.dispatched,
+            order=self.order,
+        )
+
+
+@dataclass
+class ReplicaTable:
+    """Owns all entries. A replica that misses heartbeats is LOST, and forgotten when it stays away for long."""
+
+    expiry_seconds: float = 5.0
+    forget_seconds: float = 60.0
+    _replicas: dict[str, Replica] = field(default_factory=dict)
+    _next_order: int = 0
+
+    def register(self, info: ReplicaInfo, now_seconds: float) -> Replica:
+        """Adds a replica or refreshes its entry; counts of requests in flight survive a second registration."""
+        entry = self._replicas.get(info.name)
+        if entry is None:
+            entry = Replica(info=info, order=self._next_order, seen_seconds=now_seconds)
+            self._next_order += 1
+            self._replicas[info.name] = entry
+        entry.info, entry.seen_seconds, entry.state = info, now_seconds, State.READY
+        return entry
+
+    def heartbeat(self, info: ReplicaInfo, now_seconds: float) -> bool:
+        """Refreshes an entry; False when there is none (the gateway restarted), so that the replica registers again.
+
+        A heartbeat also brings a LOST replica back: its connection broke, its process did not. A draining one stays so.
+        """
+        entry = self._replicas.get(info.name)
+        if entry is None or entry.info.model_id != info.model_id:
+            return False
+        entry.info, entry.seen_seconds = info, now_seconds
+        if entry.state is State.LOST:
+            entry.state = State.READY
+        return True
+
+    def mark_lost(self, name: str) -> None:
+        """Takes a replica out of routing until its next heartbeat, after a broken connection."""
+        entry = self._replicas.get(name)
+        if entry is not None and entry.state is State.READY:
+            entry.state = State.LOST
+
+    def drain(self, name: str) -> Replica:
+        """Stops new requests to a replica; raises KeyError when there is no such entry."""
+        entry = self._replicas[name]
+        entry.state = State.DRAINING
+        return entry
+
+    def remove(self, name: str) -> None:
+        """Forgets a replica."""
+        self._replicas.pop(name, None)
+
+    def expire(self, now_seconds: float) -> list[str]:
+        """Marks silent replicas LOST, forgets drained and long-silent ones; returns the names whose entry changed."""
+        changed = []
+        for name, entry in list(self._replicas.items()):
+            silent_seconds = now_seconds - entry.seen_seconds
+            drained = entry.state is State.DRAINING or silent_seconds > self.forget_seconds
+            if drained and entry.inflight_requests == 0:
+                del self._replicas[name]
+                changed.append(name)
+            elif silent_seconds > self.expiry_seconds and entry.state is not State.LOST:
+                entry.state = State.LOST
+                changed.append(name)
+        return changed
+
+    def dispatched(self, name: str, num_tokens: int) -> None:
+        """Counts a request from the moment it is sent."""
+        entry = self._replicas[name]
+        entry.inflight_tokens += num_tokens
+        entry.inflight_requests += 1
+        entry.dispatched += 1
+
+    def answered(self, name: str, num_tokens: int) -> None:
+        """Takes a request's tokens off again; harmless when the entry was forgotten meanwhile."""
+        entry = self._replicas.get(name)
+        if entry is not None:
+            entry.inflight_tokens -= num_tokens
+            entry.inflight_requests -= 1
+
+    def get(self, name: str) -> Replica | None:
+        """One entry, or None."""
+        return self._replicas.get(name)
+
+    def entries(self, model_id: str = "") -> list[Replica]:
+        """Entries in order of registration; of one model, or all."""
+        return [entry for entry in self._replicas.values() if model_id in ("", entry.info.model_id)]
+
+    def models(self) -> list[str]:
+        """Models with an entry, in order of first registration."""
+        return list(dict.fromkeys(entry.info.model_id for entry in self._replicas.values()))
+
+    def routable(
+        self, model_id: str, *, min_version: int = 0, excluded: Iterable[str] = (), http: bool = False
+    ) -> list[Replica]:
+        """Entries that may take a request now; `http` asks for an OpenAI-compatible door, else for gRPC."""
+        return [
+            entry
+            for entry in self.entries(model_id)
+            if entry.state is State.READY
+            and entry.info.version >= min_version
+            and entry.info.name not in excluded
+            and (entry.info.http_url if http else entry.info.grpc_address)
+        ]
+
+
+def stored(entry: Replica) -> ReplicaInfo:
+    """A copy of the entry's info that later heartbeats do not change."""
+    return replace(entry.info)

@@ -1,0 +1,18 @@
+"""Least in-flight tokens first. Default: groups differ in size by two orders of magnitude, requests do not tell."""
+
+from collections.abc import Sequence
+
+from reflux_inference_gateway.routing.base import Candidate, RoutingPolicy
+
+
+class LeastLoaded(RoutingPolicy):
+    """argmin of (in-flight tokens, requests ever sent, order).
+
+    The load is the gateway's own count from the moment of dispatch: reported loads are a heartbeat old, and a burst
+    that arrives between two heartbeats would all go to one replica. Without the second key the first replica would
+    win whenever all are idle (facts sheet of the gateway, section 2.1).
+    """
+
+    def choose(self, candidates: Sequence[Candidate]) -> str:
+        """Returns the candidate with the fewest tokens in flight."""
+        return min(candidates, key=lambda one: (one.inflight_tokens, one.dispatched, one.order)).name

@@ -1,0 +1,171 @@
+"""The gRPC face of the gateway: translates messages, delegates, holds no policy."""
+
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+from reflux.common.v1.common_pb2 import Sample
+from reflux.inference_gateway.v1 import inference_gateway_service_pb2 as pb
+from reflux.inference_gateway.v1.inference_gateway_service_pb2_grpc import InferenceGatewayServiceServicer
+from reflux_inference_gateway import metrics
+from reflux_inference_gateway.clients import ReplicaClients
+from reflux_inference_gateway.dispatch import Dispatcher, GivenUp, Want
+from reflux_inference_gateway.engines.base import ReplicaClient
+from reflux_inference_gateway.replicas import Replica
+from reflux_inference_gateway.wire import (
+    GroupCall,
+    parse_group,
+    parse_replica,
+    parse_replica_name,
+    parse_request_id,
+    replica_message,
+)
+from reflux_kit import telemetry
+from reflux_kit.errors import AlreadyExists, NotFound
+
+SERVICE_NAME = pb.DESCRIPTOR.services_by_name["InferenceGatewayService"].full_name
+_NO_DEADLINE_SECONDS = 24 * 3600.0
+
+
+@dataclass
+class _Running:
+    """A group that a caller waits for: the replica that has it now, and whether somebody aborted it."""
+
+    client: ReplicaClient | None = None
+    aborted: bool = False
+
+
+class InferenceGatewayServicer(InferenceGatewayServiceServicer):
+    """Generation, registration and the fleet."""
+
+    def __init__(self, dispatcher: Dispatcher, clients: ReplicaClients, heartbeat_seconds: float) -> None:
+        self._dispatcher = dispatcher
+        self._clients = clients
+        self._heartbeat_seconds = heartbeat_seconds
+        self._running: dict[str, _Running] = {}
+
+    async def GenerateGroup(
+        self, request: pb.GenerateGroupRequest, context: Any
+    ) -> AsyncIterator[pb.GenerateGroupResponse]:
+        call = parse_group(request)
+        if call.request_id in self._running:
+            raise AlreadyExists(f"request {call.request_id} is running", request_id=call.request_id)
+        running = _Running()
+        self._running[call.request_id] = running
+        remaining = context.time_remaining()
+        want = Want(
+            model_id=call.model_id,
+            num_tokens=call.num_tokens,
+            min_version=call.min_version,
+            deadline_seconds=_NO_DEADLINE_SECONDS if remaining is None else remaining,
+            given_up=lambda: running.aborted,
+        )
+        try:
+            with telemetry.span("gateway.generate_group", samples=call.num_samples, model=call.model_id) as span:
+                async with aclosing(self._dispatcher.stream(want, self._sender(call, running, context))) as batches:
+                    async for replica, samples in batches:
+                        span.set_attribute("replica", replica)
+                        metrics.count_samples(call.model_id, samples)
+                        for response in _responses(call, replica, samples):
+                            yield response
+        except GivenUp:
+            for response in _responses(call, "", _aborted_samples(call)):
+                yield response
+        finally:
+            del self._running[call.request_id]
+
+    async def Abort(self, request: pb.AbortRequest, context: Any) -> pb.AbortResponse:
+        running = self._running.get(parse_request_id(request.request_id))
+        if running is None:
+            return pb.AbortResponse(found=False)
+        running.aborted = True
+        if running.client is not None:
+            await running.client.abort(request.request_id)
+        self._dispatcher.changes.notify()
+        return pb.AbortResponse(found=True)
+
+    async def RegisterReplica(self, request: pb.RegisterReplicaRequest, context: Any) -> pb.RegisterReplicaResponse:
+        dispatcher = self._dispatcher
+        entry = dispatcher.table.register(parse_replica(request.replica), dispatcher.clock())
+        dispatcher.changes.notify()
+        return pb.RegisterReplicaResponse(replica=replica_message(entry), heartbeat_seconds=self._heartbeat_seconds)
+
+    async def Heartbeat(self, request: pb.HeartbeatRequest, context: Any) -> pb.HeartbeatResponse:
+        dispatcher = self._dispatcher
+        info = parse_replica(request.replica)
+        before = dispatcher.table.get(info.name)
+        was = None if before is None else (before.state, before.info.version)
+        known = dispatcher.table.heartbeat(info, dispatcher.clock())
+        after = dispatcher.table.get(info.name)
+        if after is not None and was != (after.state, after.info.version):
+            dispatcher.changes.notify()
+        return pb.HeartbeatResponse(register_again=not known)
+
+    async def DeregisterReplica(
+        self, request: pb.DeregisterReplicaRequest, context: Any
+    ) -> pb.DeregisterReplicaResponse:
+        name = parse_replica_name(request.name)
+        table = self._dispatcher.table
+        if table.get(name) is None:
+            raise NotFound(f"{name} is not registered", name=name)
+        entry = table.drain(name)
+        if entry.inflight_requests == 0:
+            table.remove(name)
+        self._dispatcher.changes.notify()
+        return pb.DeregisterReplicaResponse(replica=replica_message(entry))
+
+    async def ListReplicas(self, request: pb.ListReplicasRequest, context: Any) -> pb.ListReplicasResponse:
+        entries = self._dispatcher.table.entries(request.model_id)
+        return pb.ListReplicasResponse(replicas=[replica_message(entry) for entry in entries])
+
+    async def PauseFleet(self, request: pb.PauseFleetRequest, context: Any) -> pb.PauseFleetResponse:
+        running = self._dispatcher.fleet.pause(request.model_id)
+        self._dispatcher.changes.notify()
+        return pb.PauseFleetResponse(running=running)
+
+    async def ResumeFleet(self, request: pb.ResumeFleetRequest, context: Any) -> pb.ResumeFleetResponse:
+        released = self._dispatcher.fleet.resume(request.model_id)
+        self._dispatcher.changes.notify()
+        return pb.ResumeFleetResponse(released=released)
+
+    async def WatchFleet(self, request: pb.WatchFleetRequest, context: Any) -> AsyncIterator[pb.WatchFleetResponse]:
+        last = None
+        while True:
+            changed = self._dispatcher.changes.upcoming()
+            now = self._fleet_now()
+            if now != last:
+                yield now
+            last = now
+            await changed.wait()
+
+    def _fleet_now(self) -> pb.WatchFleetResponse:
+        return pb.WatchFleetResponse(
+            replicas=[replica_message(entry) for entry in self._dispatcher.table.entries()],
+            paused_models=self._dispatcher.fleet.paused_models(),
+        )
+
+    def _sender(
+        self, call: GroupCall, running: _Running, context: Any
+    ) -> Callable[[Replica], AsyncGenerator[tuple[str, Sequence[Sample]], None]]:
+        async def send(replica: Replica) -> AsyncGenerator[tuple[str, Sequence[Sample]], None]:
+            running.client = self._clients.get(replica.info)
+            try:
+                async with aclosing(running.client.generate(call, context.time_remaining())) as batches:
+                    async for samples in batches:
+                        yield replica.info.name, samples
+            finally:
+                running.client = None
+
+        return send
+
+
+def _responses(call: GroupCall, replica: str, samples: Sequence[Sample]) -> list[pb.GenerateGroupResponse]:
+    if call.whole_group:
+        return [pb.GenerateGroupResponse(replica=replica, samples=samples)]
+    return [pb.GenerateGroupResponse(sample=sample, replica=replica) for sample in samples]
+
+
+def _aborted_samples(call: GroupCall) -> list[Sample]:
+    """The answer to a group that was aborted before a replica had it."""
+    return [Sample(index=index, finish_reason="abort") for index in range(call.num_samples)]

@@ -1,0 +1,39 @@
+"""Settings of the gateway process."""
+
+from pydantic import Field
+
+from reflux_inference_gateway.routing import PolicyName
+from reflux_kit.settings import ServiceSettings, prefix
+
+
+class GatewaySettings(ServiceSettings):
+    """Environment prefix REFLUX_INFERENCE_GATEWAY_."""
+
+    model_config = prefix("inference-gateway")
+
+    listen: str = "127.0.0.1:7003"
+    http_listen: str = "127.0.0.1:8003"
+
+    routing: PolicyName = "least_loaded"
+    """How a replica is chosen."""
+
+    heartbeat_seconds: float = Field(default=1.0, gt=0, le=60)
+    """How often replicas report."""
+
+    replica_expiry_seconds: float = Field(default=5.0, gt=0)
+    """A replica that is silent for longer gets no requests."""
+
+    replica_wait_seconds: float = Field(default=60.0, ge=0)
+    """How long a request waits for a replica that fits (alive, new enough) while the fleet is not paused."""
+
+    startup_grace_seconds: float = Field(default=5.0, ge=0)
+    """After a start, how long an unknown model may still turn up before HTTP answers 404."""
+
+    max_held_requests: int = Field(default=4096, ge=1)
+    """Requests that may wait; further ones are refused with 429 or RESOURCE_EXHAUSTED."""
+
+    max_body_bytes: int = Field(default=64 << 20, ge=1024)
+    """Largest HTTP body; larger ones are refused with 413."""
+
+    request_seconds: float = Field(default=1800.0, gt=0)
+    """Longest time for one HTTP request, waiting included; gRPC callers bring their own deadline."""

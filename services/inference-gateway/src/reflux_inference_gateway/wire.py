@@ -1,0 +1,148 @@
+"""Protobuf messages of the gateway's and the engine's services to values and back."""
+
+import math
+import re
+from dataclasses import dataclass
+
+from reflux.common.v1.common_pb2 import SamplingParams
+from reflux.inference_gateway.v1 import inference_gateway_service_pb2 as gateway_pb
+from reflux.inference_gateway.v1.replica_pb2 import Replica as ReplicaMessage
+from reflux_inference_gateway.replicas import Replica, ReplicaInfo, Role
+from reflux_kit.errors import InvalidRequest
+
+MAX_SAMPLES = 1024
+_MAX_TOKENS = 1 << 20
+_ID = re.compile(r"[\x21-\x7e]{1,256}")
+_REPLICA_NAME = re.compile(r"replicas/[A-Za-z0-9._:-]{1,128}")
+_ROLES = {ReplicaMessage.ROLE_BOTH: Role.BOTH, ReplicaMessage.ROLE_PREFILL: Role.PREFILL}
+_ROLES[ReplicaMessage.ROLE_DECODE] = Role.DECODE
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupCall:
+    """A checked GenerateGroup request; `sampling` stays a message, since it goes to the engine as it came."""
+
+    request_id: str
+    model_id: str
+    prompt_token_ids: tuple[int, ...]
+    num_samples: int
+    sampling: SamplingParams
+    min_version: int
+    whole_group: bool
+
+    @property
+    def num_tokens(self) -> int:
+        """Upper bound of the tokens that the group costs a replica."""
+        return len(self.prompt_token_ids) + self.num_samples * self.sampling.max_tokens
+
+
+def parse_group(request: gateway_pb.GenerateGroupRequest) -> GroupCall:
+    """Checks a GenerateGroup request; raises InvalidRequest naming the field and the value."""
+    if not request.model_id:
+        raise InvalidRequest("model_id is required", field="model_id")
+    if request.min_version < 0:
+        raise InvalidRequest(f"min_version must be >= 0, got {request.min_version}", field="min_version")
+    return GroupCall(
+        request_id=parse_request_id(request.request_id),
+        model_id=request.model_id,
+        prompt_token_ids=parse_prompt(request.prompt_token_ids),
+        num_samples=parse_num_samples(request.num_samples),
+        sampling=parse_sampling(request.sampling),
+        min_version=request.min_version,
+        whole_group=request.whole_group,
+    )
+
+
+def parse_request_id(request_id: str) -> str:
+    """1 to 256 visible ASCII characters."""
+    if not _ID.fullmatch(request_id):
+        raise InvalidRequest("request_id must be 1 to 256 visible ASCII characters", field="request_id")
+    return request_id
+
+
+def parse_prompt(token_ids: object) -> tuple[int, ...]:
+    """At least one token id."""
+    prompt = tuple(token_ids)  # pyright: ignore[reportArgumentType]
+    if not prompt:
+        raise InvalidRequest("prompt_token_ids must hold at least one id", field="prompt_token_ids")
+    return prompt
+
+
+def parse_num_samples(count: int) -> int:
+    """1 to MAX_SAMPLES."""
+    if not 1 <= count <= MAX_SAMPLES:
+        raise InvalidRequest(f"num_samples must be 1 to {MAX_SAMPLES}, got {count}", field="num_samples")
+    return count
+
+
+def parse_sampling(sampling: SamplingParams) -> SamplingParams:
+    """Finite numbers in range; the model's own limits are checked by the engine."""
+    if not 1 <= sampling.max_tokens <= _MAX_TOKENS:
+        raise InvalidRequest(
+            f"sampling.max_tokens must be 1 to {_MAX_TOKENS}, got {sampling.max_tokens}", field="sampling.max_tokens"
+        )
+    if not (math.isfinite(sampling.temperature) and 0 <= sampling.temperature <= 100):
+        raise InvalidRequest(
+            f"sampling.temperature must be 0 to 100, got {sampling.temperature}", field="sampling.temperature"
+        )
+    if not (math.isfinite(sampling.top_p) and 0 <= sampling.top_p <= 1):
+        raise InvalidRequest(f"sampling.top_p must be 0 to 1, got {sampling.top_p}", field="sampling.top_p")
+    if len(sampling.stop_token_ids) > 64:
+        raise InvalidRequest("sampling.stop_token_ids holds at most 64 ids", field="sampling.stop_token_ids")
+    return sampling
+
+
+def parse_replica_name(name: str) -> str:
+    """Format: replicas/{replica}."""
+    if not _REPLICA_NAME.fullmatch(name):
+        raise InvalidRequest(f"name must look like replicas/{{replica}}, got {name[:160]!r}", field="name")
+    return name
+
+
+def parse_replica(message: ReplicaMessage) -> ReplicaInfo:
+    """A replica's description of itself; raises InvalidRequest naming the field."""
+    if not message.model_id:
+        raise InvalidRequest("replica.model_id is required", field="replica.model_id")
+    if not (message.grpc_address or message.http_url):
+        raise InvalidRequest("replica needs a grpc_address or an http_url", field="replica.grpc_address")
+    if message.role not in _ROLES:
+        raise InvalidRequest(f"replica.role must be set, got {message.role}", field="replica.role")
+    return ReplicaInfo(
+        name=parse_replica_name(message.name),
+        model_id=message.model_id,
+        grpc_address=message.grpc_address,
+        http_url=message.http_url.rstrip("/"),
+        role=_ROLES[message.role],
+        version=message.version,
+        epoch=message.epoch,
+        sequences=message.sequences,
+        pending_tokens=message.pending_tokens,
+        capacity=message.capacity,
+        node=message.node,
+        run=message.run,
+    )
+
+
+def replica_message(entry: Replica) -> ReplicaMessage:
+    """The entry as clients see it; loads are the replica's own words."""
+    message = info_message(entry.info)
+    message.state = ReplicaMessage.State.Value(f"STATE_{entry.state.name}")
+    return message
+
+
+def info_message(info: ReplicaInfo) -> ReplicaMessage:
+    """What a replica sends about itself."""
+    return ReplicaMessage(
+        name=info.name,
+        model_id=info.model_id,
+        grpc_address=info.grpc_address,
+        http_url=info.http_url,
+        role=ReplicaMessage.Role.Value(f"ROLE_{info.role.name}"),
+        version=info.version,
+        epoch=info.epoch,
+        sequences=info.sequences,
+        pending_tokens=info.pending_tokens,
+        capacity=info.capacity,
+        node=info.node,
+        run=info.run,
+    )
