@@ -1,0 +1,1 @@
+"""Durable verification jobs and untrusted code, in children that cannot reach anything."""

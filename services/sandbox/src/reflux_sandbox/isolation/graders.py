@@ -1,0 +1,91 @@
+"""Warm side of verification: loads the installed tasks once, turns `Verifier.grade` into plain JSON."""
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from reflux_tasks.registry import create_task, task_names
+from reflux_tasks.verify import Grade, VerificationError, Verifier, VerifierUnavailable
+
+_MESSAGE_CHARACTERS = 500
+
+
+class LoadedVerifiers:
+    """Verifiers of every installed task by "task/verifier"; `problems` says which tasks do not load, and why."""
+
+    def __init__(self, cache_folder: Path) -> None:
+        self._verifiers: dict[str, Verifier] = {}
+        self.problems: list[str] = []
+        for name in task_names():
+            try:
+                task = create_task(name, 0, cache_folder)
+                self._verifiers.update({f"{name}/{key}": verifier for key, verifier in task.verifiers.items()})
+            except Exception as error:  # task boundary: one broken plug-in must not take the others down
+                self.problems.append(f"task {name} is not usable: {type(error).__name__}: {error}")
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Name, version, fidelity, trust and cost of each verifier."""
+        return [
+            {
+                "name": name,
+                "version": verifier.version,
+                "fidelity": verifier.fidelity,
+                "trusted": verifier.trusted,
+                "cost_seconds": verifier.cost_seconds,
+            }
+            for name, verifier in sorted(self._verifiers.items())
+        ]
+
+    def grade(self, verifier: str, payload: str, answers: list[str]) -> dict[str, Any]:
+        """One JSON grade per answer, or an error for all: payload (never works), unavailable (not on this machine)."""
+        if (found := self._verifiers.get(verifier)) is None:
+            return {"error": "unavailable", "message": f"no verifier {verifier!r} in this child"}
+        try:
+            document = json.loads(payload)
+            return {"grades": _grade_apart(found, document, answers)}
+        except (ValueError, KeyError, TypeError) as error:
+            return {"error": "payload", "message": f"payload does not fit {verifier}: {type(error).__name__}: {error}"}
+        except VerifierUnavailable as error:
+            return {"error": "unavailable", "message": str(error)}
+
+
+def _grade_apart(verifier: Verifier, document: Any, answers: list[str]) -> list[dict[str, Any]]:
+    """Grades the group at once; when a tool fails, answer by answer, so that one failure does not hide the others."""
+    try:
+        grades = verifier.grade(document, answers)
+    except VerificationError as error:
+        if len(answers) == 1:
+            return [
+                {"outcome": "infra_error", "reward": 0.0, "figures": {}, "message": str(error)[:_MESSAGE_CHARACTERS]}
+            ]
+        return [row for answer in answers for row in _grade_apart(verifier, document, [answer])]
+    if len(grades) != len(answers):
+        raise RuntimeError(f"{len(grades)} grades for {len(answers)} answers")
+    return [_plain(grade) for grade in grades]
+
+
+def _plain(grade: Grade) -> dict[str, Any]:
+    figures, message = _split(grade.detail)
+    if not math.isfinite(grade.reward):
+        return {
+            "outcome": "infra_error",
+            "reward": 0.0,
+            "figures": figures,
+            "message": f"reward {grade.reward} is not finite",
+        }
+    reward = float(grade.reward) if grade.outcome == "scored" else 0.0
+    return {"outcome": grade.outcome, "reward": reward, "figures": figures, "message": message}
+
+
+def _split(detail: Mapping[str, Any]) -> tuple[dict[str, float], str]:
+    """Finite numbers become figures, text becomes the message, anything else is left out."""
+    figures: dict[str, float] = {}
+    texts: list[str] = []
+    for key, value in detail.items():
+        if isinstance(value, str):
+            texts.append(f"{key}: {value}")
+        elif isinstance(value, int | float) and math.isfinite(value):
+            figures[key] = float(value)
+    return figures, "; ".join(texts)[:_MESSAGE_CHARACTERS]

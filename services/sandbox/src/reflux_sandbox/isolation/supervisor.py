@@ -1,0 +1,37 @@
+"""Process 1 of a child: forks the worker, waits, reports its end on a pipe that the worker lacks, ends the rest."""
+
+import os
+import socket
+from collections.abc import Callable
+from typing import Never
+
+from reflux_sandbox.isolation import kernel
+
+
+def supervise(status: int, channel: socket.socket, work: Callable[[socket.socket], Never]) -> Never:
+    """Never returns. `work` runs in a process of its own that cannot trace this one (not dumpable, other memory).
+
+    Writes `exit_code cpu_seconds max_rss_kib` to `status`. When this process ends, the kernel kills whatever the worker
+    left in the pid namespace; orphans that end earlier are reaped here.
+    """
+    worker = os.fork()
+    if worker == 0:
+        os.close(status)
+        kernel.prctl(kernel.PR_SET_DUMPABLE, 1)
+        work(channel)
+    channel.close()
+    null = os.open("/dev/null", os.O_RDWR)
+    for descriptor in (0, 1, 2):
+        os.dup2(null, descriptor)
+    report_end(worker, status)
+    os._exit(0)
+
+
+def report_end(worker: int, status: int) -> None:
+    """Reaps children until `worker` has ended, and writes how."""
+    while True:
+        pid, wait_status, usage = os.wait4(-1, 0)
+        if pid == worker:
+            break
+    exit_code = os.waitstatus_to_exitcode(wait_status)
+    os.write(status, f"{exit_code} {usage.ru_utime + usage.ru_stime:.6f} {usage.ru_maxrss}".encode())

@@ -1,0 +1,126 @@
+"""What runs inside a child: one piece of work from the channel, then the end. The service trusts nothing of it."""
+
+import atexit
+import builtins
+import contextlib
+import linecache
+import os
+import resource
+import signal
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from typing import Any, Never
+
+from reflux_sandbox.isolation import frames, kernel
+
+MEMORY_SIGNAL = signal.SIGRTMAX
+"""A worker that ran out of memory ends itself with this signal; code that fakes it only mislabels its own failure."""
+PIDS_SIGNAL = signal.SIGRTMAX - 1
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+
+Grader = Callable[[str, str, list[str]], dict[str, Any]]
+"""(verifier, payload as JSON text, answers) -> {"grades": [...]} or {"error": kind, "message": text}."""
+
+
+def run_worker(channel: socket.socket, grade: Grader, without_exec: bytes) -> Never:
+    """Says hello, does what the first frame asks for, ends the process. A closed channel means: nothing to do."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    frames.send(channel, {"hello": True})
+    request = frames.receive(channel)
+    if request is None:
+        os._exit(0)
+    _limit(int(request["memory_bytes"]), int(request["cpu_seconds"]))
+    if request["profile"] != "native" and without_exec:
+        kernel.install_filter(without_exec)
+    _reseed()
+    if request["profile"] == "code":
+        channel.close()
+        _end_with(run_code(request["code"]))
+    _grade_all(channel, request["nonce"], grade)
+    os._exit(0)
+
+
+def _limit(memory_bytes: int, cpu_seconds: int) -> None:
+    """Memory counts on top of what the warm interpreter has mapped already."""
+    mapped = 0
+    with contextlib.suppress(OSError), open("/proc/self/statm") as statm:  # noqa: PTH123  no import may be needed here
+        mapped = int(statm.read().split()[0]) * _PAGE_BYTES
+    for kind, value in ((resource.RLIMIT_AS, mapped + memory_bytes), (resource.RLIMIT_CPU, cpu_seconds)):
+        hard = resource.getrlimit(kind)[1]
+        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        resource.setrlimit(kind, (value, value))
+
+
+def _reseed() -> None:
+    """Children of one parent would share numpy's generator state; the random module reseeds itself at fork."""
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(int.from_bytes(os.urandom(4), "little"))
+
+
+def _grade_all(channel: socket.socket, nonce: str, grade: Grader) -> None:
+    while (job := frames.receive(channel)) is not None:
+        try:
+            answer = grade(job["verifier"], job["payload"], job["answers"])
+            frame = frames.encode({"nonce": nonce, **answer})
+        except Exception as error:  # task boundary: whatever a verifier raises is its result
+            frame = frames.encode(
+                {"nonce": nonce, "error": "crash", "message": f"{type(error).__name__}: {error}"[:2000]}
+            )
+        channel.sendall(frame)
+
+
+def run_code(text: str) -> int:
+    """Runs `text` as __main__; returns its exit code, or minus the signal that stands for its cause of death."""
+    sys.argv = ["main.py"]
+    namespace = {"__name__": "__main__", "__file__": "/work/main.py", "__builtins__": builtins}
+    linecache.cache["main.py"] = (len(text), None, text.splitlines(keepends=True), "main.py")
+    try:
+        exec(compile(text, "main.py", "exec"), namespace)
+        threading._shutdown()  # type: ignore[attr-defined]  what the interpreter does at its end: wait for threads
+        atexit._run_exitfuncs()
+    except SystemExit as error:
+        return _exit_code(error.code)
+    except MemoryError:
+        return -MEMORY_SIGNAL
+    except BaseException as error:  # process boundary
+        _print_traceback(error)
+        refused = isinstance(error, BlockingIOError) or "can't start new thread" in str(error)
+        return -PIDS_SIGNAL if refused and _at_process_limit() else 1
+    return 0
+
+
+def _at_process_limit() -> bool:
+    """Whether a fork fails now; EAGAIN alone may come from a file that does not block."""
+    try:
+        if os.fork() == 0:
+            os._exit(0)
+    except OSError:
+        return True
+    return False
+
+
+def _print_traceback(error: BaseException) -> None:
+    """As the interpreter would, without the frame of this module."""
+    trace = error.__traceback__.tb_next if error.__traceback__ is not None else None
+    traceback.print_exception(type(error), error, trace)
+
+
+def _exit_code(code: object) -> int:
+    if code is None:
+        return 0
+    if isinstance(code, int):
+        return code & 0xFF
+    print(code, file=sys.stderr)
+    return 1
+
+
+def _end_with(code: int) -> Never:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):  # process boundary: user code may have closed or replaced them
+            stream.flush()
+    if code < 0:
+        os.kill(os.getpid(), -code)
+    os._exit(code)

@@ -1,0 +1,228 @@
+"""The warm parent of all prefork children: no threads, no secrets, imports done; it only forks on request and reaps.
+
+    python -I -m reflux_sandbox.isolation.zygote CONTROL_FD CONFIG_JSON
+
+It is process 1 of a pid namespace of its own, so that nothing outlives it, and its root is the read-only tree of
+`tree`. Control socket (SEQPACKET, JSON): it sends {"op": "ready"} once, then answers every message with
+{"op": "child"} and the descriptors of a child, or with {"op": "failed"}. It ends when the socket closes.
+"""
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import select
+import signal
+import socket
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Never
+
+from reflux_sandbox.isolation import kernel, seccomp
+from reflux_sandbox.isolation.base import ChildLimits
+from reflux_sandbox.isolation.confine import Cell, confine, write_id_maps
+from reflux_sandbox.isolation.supervisor import supervise
+from reflux_sandbox.isolation.tree import Tree
+from reflux_sandbox.isolation.worker import Grader, run_worker
+
+_OWN_NAMESPACES = kernel.CLONE_NEWNS | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS
+_MESSAGE_BYTES = 1 << 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class ZygoteConfig:
+    """Everything the warm parent is told."""
+
+    limits: ChildLimits
+    cells: int
+    """Most children at one time."""
+    first_user_id: int
+    in_user_namespace: bool
+    cgroup_procs: tuple[tuple[str, ...], ...]
+    """Per cell, paths of `cgroup.procs` files to join; empty without cgroups."""
+    warm_modules: tuple[str, ...]
+    graders: str
+    """Module that has LoadedVerifiers, or empty for a parent without verifiers."""
+    cache_folder: str
+    import_folders: tuple[str, ...]
+    """Folders in front of sys.path; children can read them."""
+    new_root: str
+
+    @classmethod
+    def from_json(cls, text: str) -> "ZygoteConfig":
+        values = json.loads(text)
+        values["limits"] = ChildLimits(**values["limits"])
+        values["cgroup_procs"] = tuple(tuple(paths) for paths in values["cgroup_procs"])
+        for name in ("warm_modules", "import_folders"):
+            values[name] = tuple(values[name])
+        return cls(**values)
+
+
+def _no_verifiers(verifier: str, payload: str, answers: list[str]) -> dict[str, Any]:
+    return {"error": "unavailable", "message": f"no verifier {verifier!r} here: no task is installed"}
+
+
+def warm_up(config: ZygoteConfig) -> tuple[Grader, list[dict[str, Any]], list[str]]:
+    """Imports what children will need. Returns the grading function, the verifiers' rows, and notes for the status."""
+    sys.path[:0] = config.import_folders
+    for name in config.warm_modules:
+        importlib.import_module(name)
+    if not config.graders:
+        return _no_verifiers, [], ["no tasks are installed: no verifiers"]
+    loaded = importlib.import_module(config.graders).LoadedVerifiers(Path(config.cache_folder))
+    return loaded.grade, loaded.rows(), loaded.problems
+
+
+class Zygote:
+    """Owns the cells and the children in them."""
+
+    def __init__(self, control: socket.socket, config: ZygoteConfig) -> None:
+        self._control = control
+        self._config = config
+        self._pid_namespace = os.open("/proc/self/ns/pid", os.O_RDONLY)
+        self._proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY)
+        self._procs = [tuple(os.open(path, os.O_WRONLY) for path in paths) for paths in config.cgroup_procs]
+        self._parent = os.pidfd_open(os.getpid())
+        self._free = list(range(config.cells))[::-1]
+        self._cell_by_pid: dict[int, int] = {}
+        self._waiting = 0
+        self._without_exec = seccomp.without_exec()
+
+    def run(self, grade: Grader) -> None:
+        """Serves until the control socket closes."""
+        wake_read, wake_write = os.pipe()
+        for descriptor in (wake_read, wake_write):
+            os.set_blocking(descriptor, False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(wake_write)
+        while True:
+            ready, _, _ = select.select([self._control, wake_read], [], [])
+            if wake_read in ready:
+                with contextlib.suppress(BlockingIOError):
+                    os.read(wake_read, 4096)
+                self._reap()
+            if self._control in ready:
+                if not self._control.recv(_MESSAGE_BYTES):
+                    return
+                self._waiting += 1
+            while self._waiting and self._free:
+                self._waiting -= 1
+                self._spawn(grade)
+
+    def _reap(self) -> None:
+        while True:
+            try:
+                pid, _ = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            if (cell := self._cell_by_pid.pop(pid, None)) is not None:
+                self._free.append(cell)
+
+    def _cell(self, number: int) -> Cell:
+        return Cell(
+            number=number,
+            user_id=self._config.first_user_id + number,
+            in_user_namespace=self._config.in_user_namespace,
+            cgroup_procs=self._procs[number] if self._procs else (),
+            proc_folder=self._proc,
+            parent=self._parent,
+        )
+
+    def _spawn(self, grade: Grader) -> None:
+        cell = self._cell(self._free[-1])
+        outside, inside = socket.socketpair()
+        pipes = [os.pipe() for _ in range(3)]
+        try:
+            kernel.unshare(kernel.CLONE_NEWPID)  # the next child is process 1 of a new namespace
+            pid = os.fork()
+            if pid == 0:
+                self._become_child(cell, inside, [write for _, write in pipes], grade)
+            kernel.setns(self._pid_namespace, kernel.CLONE_NEWPID)
+            self._free.pop()
+            self._cell_by_pid[pid] = cell.number
+            pidfd = os.pidfd_open(pid)
+            message = json.dumps({"op": "child", "cell": cell.number}).encode()
+            socket.send_fds(self._control, [message], [outside.fileno(), *(read for read, _ in pipes), pidfd])
+            os.close(pidfd)
+        except OSError as error:
+            self._control.send(json.dumps({"op": "failed", "message": str(error)}).encode())
+        finally:
+            outside.close()
+            inside.close()
+            for pair in pipes:
+                for descriptor in pair:
+                    os.close(descriptor)
+
+    def _become_child(self, cell: Cell, channel: socket.socket, writes: list[int], grade: Grader) -> Never:
+        """In the forked process: never returns, never raises."""
+        status, stdout, stderr = writes
+        try:
+            signal.set_wakeup_fd(-1)
+            for kind in (signal.SIGINT, signal.SIGCHLD):  # process 1 ignores a signal only while it has no handler
+                signal.signal(kind, signal.SIG_DFL)
+            null = os.open("/dev/null", os.O_RDWR)
+            for source, target in ((null, 0), (stdout, 1), (stderr, 2)):
+                os.dup2(source, target)
+            confine(cell, self._config.limits, {channel.fileno(), status})
+            supervise(status, channel, lambda link: run_worker(link, grade, self._without_exec))
+        except BaseException as error:  # process boundary: a fork must never run the parent's code
+            os.write(2, f"{type(error).__name__}: {error}\n".encode())
+        finally:
+            os._exit(70)
+
+
+def _report(control: socket.socket, message: dict[str, Any]) -> None:
+    control.send(json.dumps(message).encode())
+
+
+def _serve(control: socket.socket, config: ZygoteConfig) -> None:
+    """Process 1 of the new pid namespace."""
+    kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
+    try:
+        grade, rows, notes = warm_up(config)
+        threads = len(os.listdir("/proc/self/task"))  # noqa: PTH208  names only
+        if threads != 1:
+            notes.append(f"warm imports started {threads - 1} threads, which do not survive a fork")
+        zygote = Zygote(control, config)
+        Tree(config.new_root, (config.cache_folder,)).enter()
+        gc.collect()
+        gc.freeze()  # fewer pages copied after each fork
+    except OSError as error:
+        _report(control, {"op": "unavailable", "message": str(error)})
+        return
+    _report(control, {"op": "ready", "verifiers": rows, "notes": notes})
+    zygote.run(grade)
+
+
+def main() -> None:
+    """Enters the outer namespaces and forks the warm parent into them; this process only waits for it."""
+    kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
+    control = socket.socket(fileno=int(sys.argv[1]))
+    config = ZygoteConfig.from_json(sys.argv[2])
+    try:
+        if config.in_user_namespace:
+            outer = os.geteuid()
+            kernel.unshare(kernel.CLONE_NEWUSER)
+            proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY)
+            write_id_maps(proc, inside=0, outside=outer)
+            os.close(proc)
+        kernel.unshare(_OWN_NAMESPACES | kernel.CLONE_NEWPID)
+        warm = os.fork()
+    except OSError as error:
+        _report(control, {"op": "unavailable", "message": str(error)})
+        return
+    if warm == 0:
+        try:
+            _serve(control, config)
+        finally:
+            os._exit(0)
+    control.close()
+    os.waitpid(warm, 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""Verifiers for the tests, loaded by the warm parent like the real ones: obedient, slow, hanging, crashing, greedy."""
+
+import os
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+
+def _scored(reward: float, **figures: float) -> dict[str, Any]:
+    return {"outcome": "scored", "reward": reward, "figures": figures, "message": ""}
+
+
+def _length(payload: str, answers: list[str]) -> list[dict[str, Any]]:
+    return [_scored(float(len(answer)), pid=float(os.getpid())) for answer in answers]
+
+
+def _hang(payload: str, answers: list[str]) -> list[dict[str, Any]]:
+    if "hang" in answers:
+        sum(range(10**12))  # one call into C: the interpreter never comes back to look at a signal
+    return _length(payload, answers)
+
+
+def _slow(payload: str, answers: list[str]) -> list[dict[str, Any]]:
+    time.sleep(float(answers[0]))
+    return _length(payload, answers)
+
+
+def _crash(payload: str, answers: list[str]) -> list[dict[str, Any]]:
+    if answers[0] == "segfault":
+        os.abort()
+    raise RuntimeError("a bug of the verifier")
+
+
+def _memory(payload: str, answers: list[str]) -> list[dict[str, Any]]:
+    blocks = [bytearray(64 << 20) for _ in range(1000)]
+    return _length(payload, [*answers, str(len(blocks))])
+
+
+def _native(payload: str, answers: list[str]) -> list[dict[str, Any]]:
+    command = ["/usr/bin/python3", "-I", "-c", "import sys; print(len(sys.argv[1]))"]
+    rows = []
+    for answer in answers:
+        done = subprocess.run([*command, answer], capture_output=True, text=True, check=True)
+        rows.append(_scored(float(done.stdout)))
+    return rows
+
+
+def _plain_exec(payload: str, answers: list[str]) -> list[dict[str, Any]]:
+    return _native(payload, answers)
+
+
+def _malformed(payload: str, answers: list[str]) -> list[dict[str, Any]]:
+    return [{"outcome": "scored", "reward": "much", "figures": {}, "message": ""} for _ in answers]
+
+
+_VERIFIERS = {
+    "test/length": (_length, "rule", True),
+    "test/apart": (_length, "rule", False),
+    "test/hang": (_hang, "rule", True),
+    "test/slow": (_slow, "surrogate", False),
+    "test/crash": (_crash, "rule", True),
+    "test/memory": (_memory, "rule", False),
+    "test/native": (_native, "full", True),
+    "test/exec": (_plain_exec, "rule", True),
+    "test/malformed": (_malformed, "rule", True),
+}
+
+
+class LoadedVerifiers:
+    """The interface of reflux_sandbox.isolation.graders.LoadedVerifiers."""
+
+    def __init__(self, cache_folder: Path) -> None:
+        self.problems: list[str] = []
+
+    def rows(self) -> list[dict[str, Any]]:
+        return [
+            {"name": name, "version": "1", "fidelity": fidelity, "trusted": trusted, "cost_seconds": 0.001}
+            for name, (_, fidelity, trusted) in _VERIFIERS.items()
+        ]
+
+    def grade(self, verifier: str, payload: str, answers: list[str]) -> dict[str, Any]:
+        return {"grades": _VERIFIERS[verifier][0](payload, answers)}

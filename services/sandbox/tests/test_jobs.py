@@ -1,0 +1,110 @@
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from reflux_sandbox.jobs import (
+    Grade,
+    JobSpec,
+    canonical_json,
+    content_hash,
+    grades_from_json,
+    grades_to_json,
+    parse_child_grades,
+    unknown,
+    worth_keeping,
+)
+
+json_values = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(10**9), 10**9)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=10,
+)
+documents = st.dictionaries(st.text(), json_values, max_size=4)
+
+
+def spec(**changes):
+    fields = {
+        "verifier": "a/b",
+        "version": "1",
+        "fidelity": "rule",
+        "payload": "{}",
+        "answers": ("x", "y"),
+        "deadline_seconds": 1.0,
+        "run": "r",
+        "traceparent": "",
+    }
+    return JobSpec(**(fields | changes))
+
+
+@settings(max_examples=50, deadline=None)
+@given(documents)
+def test_equal_documents_have_one_spelling(document):
+    shuffled = dict(reversed(document.items()))
+    assert canonical_json(json.dumps(document)) == canonical_json(json.dumps(shuffled, indent=2))
+    assert json.loads(canonical_json(json.dumps(document))) == document
+
+
+@pytest.mark.parametrize("text", ["", "[]", "1", "nul", '{"a": NaN}', '{"a": -Infinity}', "[" * 5000, '{"a":' * 5000])
+def test_what_is_no_finite_json_object_is_refused(text):
+    with pytest.raises(ValueError):
+        canonical_json(text)
+
+
+def test_the_hash_covers_what_can_change_a_grade_and_nothing_else():
+    base = content_hash(spec())
+    same = [spec(run="other"), spec(deadline_seconds=9.0), spec(traceparent="t"), spec(fidelity="full")]
+    other = [
+        spec(version="2"),
+        spec(verifier="a/c"),
+        spec(payload='{"a":1}'),
+        spec(answers=("xy",)),
+        spec(answers=("y", "x")),
+    ]
+    assert {content_hash(job) for job in same} == {base}
+    assert len({base, *map(content_hash, other)}) == len(other) + 1
+
+
+@given(st.lists(st.text(), min_size=1, max_size=4), st.lists(st.text(), min_size=1, max_size=4))
+def test_different_answers_never_share_a_key(first, second):
+    equal = content_hash(spec(answers=tuple(first))) == content_hash(spec(answers=tuple(second)))
+    assert equal == (first == second)
+
+
+def test_grades_survive_storage():
+    grades = (Grade(outcome="scored", reward=0.5, figures={"r_wp": 0.1}, message="m"), Grade(outcome="invalid"))
+    assert grades_from_json(grades_to_json(grades)) == grades
+
+
+def test_only_complete_rewards_answer_equal_work():
+    scored, invalid = Grade(outcome="scored", reward=1.0), Grade(outcome="invalid")
+    assert worth_keeping((scored, invalid))
+    assert not worth_keeping((scored, *unknown("timeout", 1, "late")))
+    assert not worth_keeping(())
+
+
+def row(**changes):
+    return {"outcome": "scored", "reward": 1.0, "figures": {}, "message": ""} | changes
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        None,
+        [],
+        [row(), row()],
+        [row(outcome="great")],
+        [row(outcome="cancelled")],
+        [row(reward=float("inf"))],
+        [row(reward=float("nan"))],
+        [row(reward="much")],
+    ],
+)
+def test_malformed_grades_of_a_child_are_refused(rows):
+    with pytest.raises(ValueError):
+        parse_child_grades(rows, 1)
