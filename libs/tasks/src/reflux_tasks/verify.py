@@ -51,4 +51,4 @@ class Verifier(ABC):
 
 def answer_words(answer: Answer) -> list[str]:
     """The words of an answer given as text or as words."""
-    return answer.split() if isinstance(answer, str) else list(answer)
+    return answer.split() if isinstance(answer, str) else [str(word) for word in answer]
