@@ -170,3 +170,11 @@ def test_spans_reach_the_local_sink(tmp_path):
     assert len(lines) == 2
     assert '"reflux.run": "r"' in lines[1]
     assert telemetry.traceparent() == ""
+
+
+async def test_peers_are_told_the_advertised_host():
+    async with serving(Full(), advertise_host="agent-1", http_listen="127.0.0.1:0") as bound:
+        for address in (bound.grpc, bound.http):
+            host, _, port = address.rpartition(":")
+            assert host == "agent-1"
+            assert int(port) > 0

@@ -12,7 +12,8 @@ import pytest
 from reflux.checkpoint.v1 import checkpoint_pb2 as messages
 from reflux.checkpoint.v1 import checkpoint_service_pb2 as pb
 from reflux.checkpoint.v1.checkpoint_service_pb2_grpc import CheckpointServiceStub
-from reflux_checkpoint.main import CheckpointSettings, build
+from reflux_checkpoint.main import build
+from reflux_checkpoint.settings import CheckpointSettings
 from reflux_kit.server import running
 from reflux_storage.stores import open_store
 from reflux_storage.stores.base import ObjectStore

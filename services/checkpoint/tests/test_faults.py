@@ -16,7 +16,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from reflux.checkpoint.v1 import checkpoint_service_pb2 as pb
-from reflux_checkpoint.main import CheckpointSettings, build
+from reflux_checkpoint.main import build
+from reflux_checkpoint.settings import CheckpointSettings
 from reflux_kit.errors import reason_of
 from reflux_kit.server import running
 

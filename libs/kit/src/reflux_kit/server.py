@@ -49,7 +49,7 @@ class Service:
 
 @dataclass(frozen=True)
 class Bound:
-    """Where a running service listens; `http` is empty when it serves none."""
+    """Where peers reach a running service; `http` is empty when it serves none."""
 
     grpc: str
     http: str
@@ -63,10 +63,18 @@ async def running(service: Service, settings: ServiceSettings) -> AsyncIterator[
             raise StartupError(f"{address} is beyond loopback: set REFLUX_STACK_SECRET or listen on 127.0.0.1")
     async with AsyncExitStack() as stack:
         http = await stack.enter_async_context(_http(service, settings)) if settings.http_listen else ""
-        bound = Bound(await stack.enter_async_context(_grpc(service, settings)), http)
+        grpc_address = await stack.enter_async_context(_grpc(service, settings))
+        bound = Bound(_reachable(grpc_address, settings), _reachable(http, settings))
         if service.attend is not None:
             await stack.enter_async_context(service.attend(bound))
         yield bound
+
+
+def _reachable(address: str, settings: ServiceSettings) -> str:
+    """The bound address under the name that peers know this machine by."""
+    if not address or not settings.advertise_host:
+        return address
+    return f"{settings.advertise_host}:{address.rpartition(':')[2]}"
 
 
 @asynccontextmanager

@@ -27,6 +27,9 @@ class ServiceSettings(BaseSettings):
     http_listen: str = ""
     """HTTP address to bind (/metrics, /healthz and the service's own routes); empty serves no HTTP."""
 
+    advertise_host: Annotated[str, Field(validation_alias=_shared("advertise_host"))] = ""
+    """Host name under which peers reach this machine, for processes that register themselves; empty: as bound."""
+
     drain_seconds: float = Field(default=5.0, ge=0)
     """How long running calls may finish after SIGTERM."""
 
