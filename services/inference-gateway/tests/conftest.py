@@ -59,31 +59,32 @@ def model_folder(tmp_path_factory):
 
 
 class GatewayThread:
-    """A real gateway on port 0 in a thread of its own, so that session-wide engines can live with it."""
+    """A real gateway in a thread of its own, so that session-wide engines can live with it."""
 
-    def __init__(self, **settings):
-        defaults = {"listen": "127.0.0.1:0", "http_listen": "127.0.0.1:0", "drain_seconds": 0, "heartbeat_seconds": 0.2}
-        self.settings = GatewaySettings(**{**defaults, **settings})
+    def __init__(self):
+        self._settings = GatewaySettings(
+            listen="127.0.0.1:0", http_listen="127.0.0.1:0", drain_seconds=0, heartbeat_seconds=0.2
+        )
         self.grpc = self.http = ""
+
+    def start(self):
         self._started = threading.Event()
         self._loop = asyncio.new_event_loop()
         self._stop = asyncio.Event()
         self._thread = threading.Thread(target=self._loop.run_until_complete, args=(self._serve(),), daemon=True)
-
-    def __enter__(self):
         self._thread.start()
         assert self._started.wait(20)
-        assert self.grpc, "the gateway did not start"
-        return self
+        assert self._thread.is_alive(), "the gateway did not start"
 
-    def __exit__(self, *_):
+    def stop(self):
         self._loop.call_soon_threadsafe(self._stop.set)
         self._thread.join(20)
 
     async def _serve(self):
         try:
-            async with build_gateway(self.settings) as service, running(service, self.settings) as bound:
+            async with build_gateway(self._settings) as service, running(service, self._settings) as bound:
                 self.grpc, self.http = bound.grpc, f"http://{bound.http}"
+                self._settings = self._settings.model_copy(update={"listen": bound.grpc, "http_listen": bound.http})
                 self._started.set()
                 await self._stop.wait()
         finally:
@@ -94,7 +95,7 @@ class EngineProcess:
     """A real `reflux-engine` process that registers with a gateway."""
 
     def __init__(self, folder, gateway, log, **settings):
-        fields = {"MODEL": str(folder), "MODEL_ID": "tiny", "WEIGHTS": "folder", "MAX_ROWS": "32", **settings}
+        fields = {"MODEL": str(folder), "MODEL_ID": "tiny", "WEIGHTS": "folder", **settings}
         env = dict(os.environ) | {f"REFLUX_ENGINE_{name}": value for name, value in fields.items()}
         env |= {"REFLUX_GATEWAY_ADDRESS": gateway, "OMP_NUM_THREADS": "1"}
         self.log = log
@@ -122,27 +123,6 @@ async def wait_for_replicas(address, model_id, count, seconds=60.0):
 
 
 @pytest.fixture(scope="session")
-def gateway_thread():
-    return GatewayThread
-
-
-@pytest.fixture
-def start_engine(tmp_path):
-    """Starts engine processes; stops those that still run after the test."""
-    started = []
-
-    def start(folder, gateway, **settings):
-        started.append(EngineProcess(folder, gateway, tmp_path / f"engine-{len(started)}.log", **settings))
-        return started[-1]
-
-    yield start
-    for engine in started:
-        if engine.process.poll() is None:
-            engine.process.kill()
-        engine.process.wait(20)
-
-
-@pytest.fixture(scope="session")
 def ready_replicas():
     return wait_for_replicas
 
@@ -156,14 +136,24 @@ class Fleet:
 
 @pytest.fixture(scope="session")
 def fleet(model_folder, tmp_path_factory):
-    """A gateway with two real engines."""
+    """A gateway with two real engines; one of them may be dead after the tests of faults."""
     logs = tmp_path_factory.mktemp("engines")
-    with GatewayThread() as gateway:
-        engines = [EngineProcess(model_folder, gateway.grpc, logs / f"{i}.log") for i in range(2)]
+    gateway = GatewayThread()
+    gateway.start()
+    engines = [EngineProcess(model_folder, gateway.grpc, logs / f"{i}.log", MAX_ROWS="32") for i in range(2)]
+    try:
         asyncio.run(wait_for_replicas(gateway.grpc, "tiny", 2))
         yield Fleet(gateway, engines, model_folder)
+    finally:
         for engine in engines:
             engine.stop()
+        gateway.stop()
+
+
+@pytest.fixture
+def start_engine(tmp_path):
+    """Starts an engine process."""
+    return lambda folder, gateway: EngineProcess(folder, gateway, tmp_path / "engine.log")
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TypeVar
 
+from reflux_inference_gateway import metrics
 from reflux_inference_gateway.errors import GenerationLost, NoReplica, Overloaded, UnknownModel
 from reflux_inference_gateway.fleet import Fleet, FleetPaused
 from reflux_inference_gateway.replicas import Replica, ReplicaTable
@@ -108,6 +109,7 @@ class Dispatcher:
                     outcome = "completed"
                 except ReplicaLost as error:
                     self._lose(replica, error, attempts)
+                    metrics.REISSUED.inc()
                     self.fleet.hold_again(want.model_id)
                     running = False
         except (asyncio.CancelledError, GeneratorExit, GivenUp):
@@ -115,6 +117,7 @@ class Dispatcher:
             raise
         finally:
             self.fleet.end(want.model_id, was_running=running, outcome=outcome)
+            metrics.REQUESTS.labels(outcome).inc()
 
     async def _attempt(
         self, replica: Replica, want: Want, attempts: Attempts, send: Callable[[Replica], AsyncGenerator[T, None]]

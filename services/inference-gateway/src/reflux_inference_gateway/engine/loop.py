@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import Future
@@ -26,9 +27,17 @@ class EngineLoop:
     """
 
     def __init__(
-        self, new_core: Callable[[Callable[[str, Event], None]], EngineCore], *, max_open_samples: int
+        self,
+        new_core: Callable[[Callable[[str, Event], None]], EngineCore],
+        *,
+        max_open_samples: int,
+        on_failure: Callable[[str], None],
     ) -> None:
-        """`new_core` gets the function that delivers events; `max_open_samples` bounds running and waiting samples."""
+        """`new_core` gets the function that delivers events; `max_open_samples` bounds running and waiting samples.
+
+        `on_failure` is called in the event loop when the thread died: the process should end.
+        """
+        self._on_failure = on_failure
         self._core = new_core(self._collect)
         self._max_open_samples = max_open_samples
         self._open_samples = 0
@@ -86,18 +95,22 @@ class EngineLoop:
             self._command(lambda: self._core.abort(request_id))
         return known
 
-    def swap(self, weights: Weights) -> "Future[None]":
-        """Makes new weights current between two steps; the future ends when the old ones are no longer read."""
-        done: Future[None] = Future()
+    def swap(self, weights: Weights) -> "Future[float]":
+        """Makes new weights current between two steps.
+
+        The future ends when the old ones are no longer read, with the milliseconds that decoding stood still.
+        """
+        done: Future[float] = Future()
 
         def run() -> None:
+            start = time.monotonic()
             try:
                 self._core.swap(weights)
             except Exception as error:
                 # Whoever waits must learn it; the thread itself cannot go on with half a swap.
                 done.set_exception(error)
                 raise
-            done.set_result(None)
+            done.set_result((time.monotonic() - start) * 1000.0)
 
         self._command(run)
         return done
@@ -149,6 +162,7 @@ class EngineLoop:
         except Exception as error:
             log.exception("the engine's thread failed")
             self._failure = f"{type(error).__name__}: {error}"
+            self._post(lambda: self._on_failure(self._failure or ""))
         self._failure = self._failure or "the engine stops"
         self._post(self._wake_everyone)
 

@@ -1,6 +1,8 @@
 """Entry point of `reflux-engine`: model folder in, one replica out."""
 
 import gc
+import logging
+import signal
 import sys
 import uuid
 from collections.abc import AsyncIterator, Callable
@@ -27,6 +29,8 @@ from reflux_kit.server import Bound, Mount, Service, serve
 from reflux_model.config import ModelConfig
 from reflux_model.errors import ModelFolderError, ParameterMismatchError, UnsupportedModelError
 from reflux_model.folder import load_folder
+
+log = logging.getLogger(__name__)
 
 _GIL_SWITCH_SECONDS = 0.0005
 
@@ -72,6 +76,19 @@ def core_options(settings: EngineSettings, config: ModelConfig) -> CoreOptions:
         prefill_tokens_per_step=settings.prefill_tokens_per_step,
         kv_after_swap=settings.kv_after_swap,
     )
+
+
+class Fatal:
+    """Owns the reason for which the process must end with status 1; its supervisor starts another one."""
+
+    def __init__(self) -> None:
+        self.reason = ""
+
+    def __call__(self, reason: str) -> None:
+        """Ends the process in order: open requests get an error, the gateway a deregistration."""
+        log.error("ends: %s", reason)
+        self.reason = reason
+        signal.raise_signal(signal.SIGTERM)
 
 
 class Description:
@@ -121,7 +138,9 @@ async def build(settings: EngineSettings) -> AsyncIterator[Service]:
         decode = model.tokenizer.decode
         return EngineCore(model.config, model.weights, options, deliver, eos_ids=model.eos_ids, decode=decode)
 
-    engine = EngineLoop(new_core, max_open_samples=options.max_rows + settings.max_waiting_samples)
+    fatal = Fatal()
+    open_samples = options.max_rows + settings.max_waiting_samples
+    engine = EngineLoop(new_core, max_open_samples=open_samples, on_failure=fatal)
     limits = ModelLimits(vocab_size=model.config.vocab_size, max_model_len=options.max_model_len)
     describe = Description(settings, model_id, options, engine)
     link = GatewayLink(settings, describe)
@@ -131,22 +150,30 @@ async def build(settings: EngineSettings) -> AsyncIterator[Service]:
 
     def attend(bound: Bound) -> AbstractAsyncContextManager[None]:
         describe.bind(bound)
-        return _attended(settings, model_id, describe.name, engine, model.weights, link)
+        return _attended(settings, model_id, describe.name, engine, model.weights, link, fatal)
 
     # The model stays for the life of the process; scanning it again and again costs tens of milliseconds.
     gc.collect()
     gc.freeze()
     async with engine:
         yield Service((mount,), door.application(), attend)
+    if fatal.reason:
+        raise SystemExit(1)
 
 
 @asynccontextmanager
 async def _attended(
-    settings: EngineSettings, model_id: str, replica: str, engine: EngineLoop, weights: Weights, link: GatewayLink
+    settings: EngineSettings,
+    model_id: str,
+    replica: str,
+    engine: EngineLoop,
+    weights: Weights,
+    link: GatewayLink,
+    fatal: Fatal,
 ) -> AsyncIterator[None]:
     async with AsyncExitStack() as stack:
         if settings.weights == "broker":
-            follower = following(settings, model_id, replica, engine, weights, link.announce)
+            follower = following(settings, model_id, replica, engine, weights, link.announce, fatal)
             await stack.enter_async_context(follower)
         await stack.enter_async_context(link.running())
         yield
