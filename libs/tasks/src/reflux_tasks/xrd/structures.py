@@ -11,6 +11,7 @@ Sources of the published ones, parameters rounded:
 The CIFs (La(OH)3, Li2CO3, ZrO2, TiO2) come with XRD-AutoAnalyzer (njszym/XRD-AutoAnalyzer, MIT).
 """
 
+import warnings
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
@@ -66,7 +67,9 @@ def structure_candidate(name: str, structure: Any) -> Candidate:
 def _reference(path: Path, tetragonal_cell: tuple[float, float] | None) -> Any:
     from pymatgen.core import Lattice, Structure
 
-    structure = Structure.from_file(str(path))
+    with warnings.catch_warnings():  # files of the database round thirds to four digits; pymatgen says so each time
+        warnings.simplefilter("ignore", UserWarning)
+        structure = Structure.from_file(str(path))
     structure.remove_oxidation_states()
     if tetragonal_cell is None:
         return structure
