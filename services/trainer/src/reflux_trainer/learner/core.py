@@ -46,7 +46,7 @@ class Learner:
             self._leaves[name].data.copy_(params[name])
         self.optimizer = torch.optim.AdamW([self.flat], fused=True)
         self.accumulated = False
-        self._poisoned = False
+        self.poisoned = False
 
     @classmethod
     def from_folder(cls, folder: Path, seed: int) -> "Learner":
@@ -80,21 +80,21 @@ class Learner:
             value = self._backward(part, loss, sums)
             self.accumulated = True
             if not math.isfinite(value):
-                self._poisoned = True
+                self.poisoned = True
         return sums.figures(time.perf_counter() - started)
 
     def optim_step(self, step: StepSpec) -> StepFigures:
         """Applies the gradient, unless it is not finite, and clears it. A step without any gradient is one of zeros."""
         started = time.perf_counter()
         norm = float(self.gradient.norm())
-        applied = math.isfinite(norm) and not self._poisoned
+        applied = math.isfinite(norm) and not self.poisoned
         if applied:
             self._apply(step, norm)
             self.version += 1
         else:
             self.refused_steps += 1
         self.gradient.zero_()
-        self.accumulated, self._poisoned = False, False
+        self.accumulated, self.poisoned = False, False
         return StepFigures(norm, self.version, applied, time.perf_counter() - started)
 
     @torch.no_grad()

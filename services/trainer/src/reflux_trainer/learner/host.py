@@ -1,0 +1,202 @@
+"""The one model of a learner process and the order of everything that is done to it.
+
+Torch runs in one thread of its own, so that the event loop answers health checks and heartbeats during a long backward
+pass. What changes the model runs under one lock and to its end, even when the caller hangs up: a repeated call then
+finds the answer in the journal.
+"""
+
+import asyncio
+import functools
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from grpc.aio import Channel
+
+from reflux_kit.errors import NotFound
+from reflux_model.folder import load_config
+from reflux_storage.stores.base import ObjectStore
+from reflux_storage.stream import ObjectReceipt
+from reflux_trainer.learner.core import Learner
+from reflux_trainer.learner.journal import Figures, Journal, Kind
+from reflux_trainer.learner.ops import GroupData
+from reflux_trainer.learner.publish import WeightPublisher
+from reflux_trainer.learner.state import StateCapture, restore
+from reflux_transfer.client.publisher import Published
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+_KEPT_PUBLISHES = 8
+
+
+@dataclass
+class Session:
+    """One created or loaded model."""
+
+    model_id: str
+    learner: Learner
+    journal: Journal
+    publisher: WeightPublisher
+    capture: StateCapture | None = None
+    publishes: OrderedDict[str, asyncio.Task[Published]] = field(default_factory=OrderedDict)
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A stored state: its object, what it covers, and what it cost."""
+
+    receipt: ObjectReceipt
+    op_id: int
+    version: int
+    pause_seconds: float
+    seconds: float
+
+
+class LearnerHost:
+    """Owns the torch thread and at most one model."""
+
+    def __init__(self, broker: Channel, threads: int = 1) -> None:
+        self._broker = broker
+        self._torch = ThreadPoolExecutor(1, "torch", initializer=torch.set_num_threads, initargs=(threads,))
+        self._order = asyncio.Lock()
+        self._publishing = asyncio.Lock()
+        self._saving = asyncio.Lock()
+        self._running: set[asyncio.Task[Any]] = set()
+        self.session: Session | None = None
+
+    async def close(self) -> None:
+        """Waits for what runs, then frees model and arenas."""
+        await asyncio.gather(*self._running, return_exceptions=True)
+        self._forget()
+        await asyncio.to_thread(self._torch.shutdown)
+
+    def require(self, model_id: str) -> Session:
+        """The session of `model_id`; raises NotFound when another model, or none, is loaded."""
+        if self.session is None or self.session.model_id != model_id:
+            loaded = f"model {self.session.model_id!r} is" if self.session else "no model is"
+            raise NotFound(f"model {model_id!r} is not loaded, {loaded}; call CreateModel or LoadState", model=model_id)
+        return self.session
+
+    async def create(self, model_id: str, folder: Path, seed: int, transport: str) -> Session:
+        """Loads a model folder as operation 0; forgets what was there."""
+        return await self._finish(self._create(model_id, folder, seed, transport))
+
+    async def load(
+        self, model_id: str, folder: Path, seed: int, transport: str, store: ObjectStore, key: str
+    ) -> Session:
+        """Loads a stored state; `folder` gives the shape. Forgets what was there."""
+        return await self._finish(self._load(model_id, folder, seed, transport, store, key))
+
+    async def operate(self, model_id: str, op_id: int, kind: Kind, compute: Callable[[Learner], Figures]) -> Figures:
+        """Runs operation `op_id` once; repeated calls get the first answer. Raises `OutOfOrderError`."""
+        return await self._finish(self._operate(model_id, op_id, kind, compute))
+
+    async def score(self, model_id: str, groups: Sequence[GroupData]) -> list[list[list[float]]]:
+        """Log-probs under the present weights."""
+        return await self._in_torch(self.require(model_id).learner.score, groups)
+
+    async def publish(
+        self, model_id: str, request_id: str, sync_timeout_seconds: float, min_replicas: int
+    ) -> Published:
+        """Publishes the present weights; the same `request_id` joins or repeats the first call."""
+        session = self.require(model_id)
+        task = session.publishes.get(request_id)
+        if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
+            task = self._spawn(self._publish(session, request_id, sync_timeout_seconds, min_replicas))
+            session.publishes[request_id] = task
+            while len(session.publishes) > _KEPT_PUBLISHES:
+                session.publishes.popitem(last=False)
+        return await asyncio.shield(task)
+
+    async def save(self, model_id: str, store: ObjectStore, key: str) -> Saved:
+        """Streams the state; operations wait only while it is copied."""
+        return await self._finish(self._save(self.require(model_id), store, key))
+
+    async def _create(self, model_id: str, folder: Path, seed: int, transport: str) -> Session:
+        async with self._publishing, self._order:
+            learner = await self._in_torch(Learner.from_folder, folder, seed)
+            return await self._install(model_id, learner, Journal(), transport, epoch=0)
+
+    async def _load(
+        self, model_id: str, folder: Path, seed: int, transport: str, store: ObjectStore, key: str
+    ) -> Session:
+        async with self._publishing, self._order:
+            config = await asyncio.to_thread(load_config, folder)
+            restored = await self._in_torch(restore, store, key, config, seed)
+            return await self._install(model_id, restored.learner, restored.journal, transport, restored.epoch)
+
+    async def _install(self, model_id: str, learner: Learner, journal: Journal, transport: str, epoch: int) -> Session:
+        publisher = await asyncio.to_thread(WeightPublisher, self._broker, model_id, learner.params, transport)
+        if journal.last:
+            publisher.restored(epoch)
+        self._forget()
+        self.session = Session(model_id, learner, journal, publisher)
+        log.info("model %s is at operation %d, version %d", model_id, journal.last, learner.version)
+        return self.session
+
+    async def _operate(self, model_id: str, op_id: int, kind: Kind, compute: Callable[[Learner], Figures]) -> Figures:
+        async with self._order:
+            session = self.require(model_id)
+            known = session.journal.recall(op_id, kind)
+            if known is not None:
+                return known
+            figures = await self._in_torch(compute, session.learner)
+            session.journal.record(op_id, kind, figures)
+            return figures
+
+    async def _publish(
+        self, session: Session, request_id: str, sync_timeout_seconds: float, min_replicas: int
+    ) -> Published:
+        async with self._publishing:
+            async with self._order:
+                self.require(session.model_id)
+                version = session.learner.version
+                staged = await self._in_torch(session.publisher.stage, session.learner.params)
+            return await session.publisher.distribute(
+                staged,
+                version,
+                sync_timeout_seconds=sync_timeout_seconds,
+                min_replicas=min_replicas,
+                request_id=request_id,
+            )
+
+    async def _save(self, session: Session, store: ObjectStore, key: str) -> Saved:
+        started = time.monotonic()
+        async with self._saving:
+            async with self._order:
+                begun = time.monotonic()
+                session.capture = session.capture or await self._in_torch(StateCapture, session.learner)
+                await self._in_torch(session.capture.take, session.learner, session.journal, session.publisher.epoch)
+                op_id, version = session.journal.last, session.learner.version
+                pause = time.monotonic() - begun
+            receipt = await asyncio.to_thread(session.capture.write, store, key)
+        return Saved(receipt, op_id, version, pause, time.monotonic() - started)
+
+    def _forget(self) -> None:
+        if self.session is not None:
+            self.session.publisher.close()
+        self.session = None
+
+    async def _finish(self, work: Coroutine[Any, Any, T]) -> T:
+        return await asyncio.shield(self._spawn(work))
+
+    def _spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        task = asyncio.create_task(work)
+        self._running.add(task)
+        task.add_done_callback(self._done)
+        return task
+
+    def _done(self, task: asyncio.Task[Any]) -> None:
+        self._running.discard(task)
+        if not task.cancelled():
+            task.exception()  # seen by the caller, if there still is one
+
+    def _in_torch(self, function: Callable[..., T], *arguments: Any) -> Awaitable[T]:
+        return asyncio.get_running_loop().run_in_executor(self._torch, functools.partial(function, *arguments))

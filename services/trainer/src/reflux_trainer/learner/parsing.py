@@ -1,0 +1,131 @@
+"""From LearnerService requests to values; every refusal names the field, the value and what would work."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import cast
+
+from reflux.trainer.v1 import learner_service_pb2 as pb
+from reflux_kit.errors import InvalidRequest
+from reflux_model.config import ModelConfig
+from reflux_trainer.algo.aggregation import AGGREGATIONS, Aggregation
+from reflux_trainer.learner.ops import LOSSES, CompletionData, GroupData, LossName, LossSpec, StepSpec
+from reflux_transfer.registry import BACKENDS
+
+_DEFAULT_EPS = 1e-8
+_DEFAULT_DUAL_CLIP_BOUND = 3.0
+
+
+def parse_model_id(model_id: str) -> str:
+    """A non-empty model id."""
+    if not model_id:
+        raise InvalidRequest("model_id is required")
+    return model_id
+
+
+def parse_op_id(op_id: int) -> int:
+    """A positive operation number."""
+    if op_id < 1:
+        raise InvalidRequest(f"op_id must be 1 or more, got {op_id}")
+    return op_id
+
+
+def parse_folder(path: str) -> Path:
+    """A model folder's path; whether it is complete is found on loading."""
+    if not path or "\0" in path:
+        raise InvalidRequest("path must name a model folder in Hugging Face layout")
+    return Path(path)
+
+
+def parse_transport(transport: str) -> str:
+    """A known weight transport."""
+    if transport not in BACKENDS:
+        raise InvalidRequest(f"transport {transport!r} is not one of {', '.join(BACKENDS)}")
+    return transport
+
+
+def parse_loss(loss: pb.LossConfig) -> LossSpec:
+    """Loss and constants."""
+    if loss.name not in LOSSES:
+        raise InvalidRequest(f"loss.name {loss.name!r} is not one of {', '.join(LOSSES)}")
+    if loss.aggregation not in AGGREGATIONS:
+        raise InvalidRequest(f"loss.aggregation {loss.aggregation!r} is not one of {', '.join(AGGREGATIONS)}")
+    if loss.aggregation == "constant" and loss.constant_length == 0:
+        raise InvalidRequest("loss.aggregation 'constant' needs loss.constant_length, for example the token limit")
+    _within("loss.clip_low", loss.clip_low, 0.0, 1.0)
+    _within("loss.clip_high", loss.clip_high, 0.0, 1e6)
+    _within("loss.tis_cap", loss.tis_cap, 0.0, 1e6)
+    return LossSpec(
+        name=cast(LossName, loss.name),
+        aggregation=cast(Aggregation, loss.aggregation),
+        clip_low=loss.clip_low,
+        clip_high=loss.clip_high,
+        dual_clip_bound=_DEFAULT_DUAL_CLIP_BOUND,
+        tis_cap=loss.tis_cap,
+        constant_length=loss.constant_length,
+    )
+
+
+def parse_step(request: pb.OptimStepRequest) -> StepSpec:
+    """Constants of AdamW."""
+    _within("learning_rate", request.learning_rate, 0.0, 1e3)
+    for name, beta in (("beta1", request.beta1), ("beta2", request.beta2)):
+        if not 0.0 <= beta < 1.0:
+            raise InvalidRequest(f"{name} must be in [0, 1), got {beta}")
+    _within("eps", request.eps, 0.0, 1.0)
+    _within("weight_decay", request.weight_decay, 0.0, 1e3)
+    _within("max_grad_norm", request.max_grad_norm, 0.0, math.inf)
+    return StepSpec(
+        learning_rate=request.learning_rate,
+        beta1=request.beta1,
+        beta2=request.beta2,
+        eps=request.eps or _DEFAULT_EPS,
+        weight_decay=request.weight_decay,
+        max_grad_norm=0.0 if math.isinf(request.max_grad_norm) else request.max_grad_norm,
+        reset_optimizer=request.reset_optimizer,
+    )
+
+
+def parse_groups(groups: Sequence[pb.PromptGroup], config: ModelConfig) -> list[GroupData]:
+    """Groups whose ids and lengths fit the model. An advantage that is not finite passes: the step refuses it."""
+    if not groups:
+        raise InvalidRequest("groups must hold at least one prompt with a completion")
+    return [_group(f"groups[{index}]", group, config) for index, group in enumerate(groups)]
+
+
+def _group(where: str, group: pb.PromptGroup, config: ModelConfig) -> GroupData:
+    _check_ids(f"{where}.prompt_token_ids", group.prompt_token_ids, config)
+    if not group.completions:
+        raise InvalidRequest(f"{where}.completions must not be empty")
+    room = config.max_positions - len(group.prompt_token_ids)
+    completions = []
+    for index, completion in enumerate(group.completions):
+        name = f"{where}.completions[{index}]"
+        _check_ids(f"{name}.token_ids", completion.token_ids, config)
+        count = len(completion.token_ids)
+        if count > room:
+            raise InvalidRequest(f"{name} has {count} tokens, the model's {config.max_positions} leave {max(0, room)}")
+        for field, values in (("behaviour_logprobs", completion.behaviour_logprobs), ("mask", completion.mask)):
+            if len(values) not in (0, count):
+                raise InvalidRequest(f"{name}.{field} has {len(values)} entries for {count} tokens")
+        completions.append(
+            CompletionData(
+                token_ids=list(completion.token_ids),
+                sampler_logprobs=list(completion.behaviour_logprobs),
+                advantage=completion.advantage,
+                mask=[bool(value) for value in completion.mask],
+            )
+        )
+    return GroupData(list(group.prompt_token_ids), completions)
+
+
+def _check_ids(where: str, ids: Sequence[int], config: ModelConfig) -> None:
+    if not ids:
+        raise InvalidRequest(f"{where} must not be empty")
+    if max(ids) >= config.vocab_size:
+        raise InvalidRequest(f"{where} holds id {max(ids)}, the vocabulary has {config.vocab_size} entries")
+
+
+def _within(name: str, value: float, low: float, high: float) -> None:
+    if not low <= value <= high:
+        raise InvalidRequest(f"{name} must be from {low:g} to {high:g}, got {value}")

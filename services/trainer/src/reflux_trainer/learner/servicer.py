@@ -1,0 +1,160 @@
+"""LearnerService: translates, delegates to the host, holds no policy."""
+
+import uuid
+from typing import Any
+
+from reflux.checkpoint.v1.checkpoint_pb2 import StoredObject
+from reflux.trainer.v1 import learner_service_pb2 as pb
+from reflux.trainer.v1.learner_service_pb2_grpc import LearnerServiceServicer
+from reflux_kit.errors import InvalidRequest
+from reflux_kit.telemetry import span
+from reflux_model.shapes import num_parameters
+from reflux_storage.stores import open_store
+from reflux_storage.stores.base import ObjectStore
+from reflux_storage.stores.options import S3Options
+from reflux_trainer.learner import metrics, parsing
+from reflux_trainer.learner.failures import as_service_errors
+from reflux_trainer.learner.host import LearnerHost
+from reflux_trainer.learner.ops import BatchFigures, StepFigures
+
+SERVICE_NAME = pb.DESCRIPTOR.services_by_name["LearnerService"].full_name
+STATE_OBJECT = "learner-00000.safetensors"
+_DEFAULT_SYNC_SECONDS = 60.0
+
+
+class LearnerServicer(LearnerServiceServicer):
+    """One learner process."""
+
+    def __init__(self, host: LearnerHost, s3: S3Options | None = None) -> None:
+        self._host = host
+        self._s3 = s3
+        self.incarnation = uuid.uuid4().hex
+
+    async def CreateModel(self, request: pb.CreateModelRequest, context: Any) -> pb.CreateModelResponse:
+        model_id, folder = parsing.parse_model_id(request.model_id), parsing.parse_folder(request.path)
+        transport = parsing.parse_transport(request.transport)
+        with as_service_errors(), span("learner.create", model=model_id):
+            session = await self._host.create(model_id, folder, request.seed, transport)
+        metrics.VERSION.set(0)
+        return pb.CreateModelResponse(num_parameters=num_parameters(session.learner.config))
+
+    async def ForwardBackward(self, request: pb.ForwardBackwardRequest, context: Any) -> pb.ForwardBackwardResponse:
+        model_id, op_id = parsing.parse_model_id(request.model_id), parsing.parse_op_id(request.op_id)
+        loss = parsing.parse_loss(request.loss)
+        groups = parsing.parse_groups(request.groups, self._host.require(model_id).learner.config)
+        with as_service_errors(), span("learner.forward_backward", op_id=op_id, groups=len(groups)):
+            figures = await self._host.operate(
+                model_id,
+                op_id,
+                "forward_backward",
+                lambda learner: learner.forward_backward(groups, loss, request.micro_batch_completions),
+            )
+        assert isinstance(figures, BatchFigures)
+        _observe_batch(figures)
+        return pb.ForwardBackwardResponse(
+            loss=figures.loss,
+            tokens=figures.tokens,
+            entropy=figures.entropy,
+            kl_sample_train=figures.kl_sample_train,
+            max_logprob_gap=figures.max_logprob_gap,
+            clip_fraction=figures.clip_fraction,
+            seconds=figures.seconds,
+        )
+
+    async def OptimStep(self, request: pb.OptimStepRequest, context: Any) -> pb.OptimStepResponse:
+        model_id, op_id = parsing.parse_model_id(request.model_id), parsing.parse_op_id(request.op_id)
+        step = parsing.parse_step(request)
+        with as_service_errors(), span("learner.optim_step", op_id=op_id):
+            figures = await self._host.operate(model_id, op_id, "optim_step", lambda learner: learner.optim_step(step))
+        assert isinstance(figures, StepFigures)
+        metrics.OPERATION_SECONDS.labels("optim_step").observe(figures.seconds)
+        metrics.VERSION.set(figures.version)
+        metrics.REFUSED_STEPS.inc(not figures.applied)
+        return pb.OptimStepResponse(
+            grad_norm=figures.grad_norm, version=figures.version, applied=figures.applied, seconds=figures.seconds
+        )
+
+    async def Forward(self, request: pb.ForwardRequest, context: Any) -> pb.ForwardResponse:
+        model_id = parsing.parse_model_id(request.model_id)
+        groups = parsing.parse_groups(request.groups, self._host.require(model_id).learner.config)
+        with as_service_errors(), span("learner.forward", groups=len(groups)):
+            scores = await self._host.score(model_id, groups)
+        answer = pb.ForwardResponse(groups=request.groups)
+        for group, rows in zip(answer.groups, scores, strict=True):
+            for completion, logprobs in zip(group.completions, rows, strict=True):
+                completion.behaviour_logprobs[:] = logprobs
+        return answer
+
+    async def PublishWeights(self, request: pb.PublishWeightsRequest, context: Any) -> pb.PublishWeightsResponse:
+        model_id = parsing.parse_model_id(request.model_id)
+        if not request.request_id:
+            raise InvalidRequest("request_id is required: a UUID that makes retries safe")
+        if request.sync_timeout_seconds < 0:
+            raise InvalidRequest(f"sync_timeout_seconds must be 0 or more, got {request.sync_timeout_seconds}")
+        timeout = request.sync_timeout_seconds or _DEFAULT_SYNC_SECONDS
+        with as_service_errors():
+            published = await self._host.publish(model_id, request.request_id, timeout, request.min_replicas)
+        metrics.PUBLISH_SECONDS.observe(published.stage_seconds + published.sync_seconds)
+        return pb.PublishWeightsResponse(
+            version=published.version,
+            epoch=published.epoch,
+            stage_seconds=published.stage_seconds,
+            sync_seconds=published.sync_seconds,
+            bytes=self._host.require(model_id).publisher.num_bytes,
+        )
+
+    async def SaveState(self, request: pb.SaveStateRequest, context: Any) -> pb.SaveStateResponse:
+        model_id = parsing.parse_model_id(request.model_id)
+        self._host.require(model_id)
+        prefix = request.prefix.strip("/")
+        if not prefix:
+            raise InvalidRequest("prefix is required: where the objects of the checkpoint go")
+        with as_service_errors(), span("learner.save", prefix=prefix):
+            saved = await self._host.save(model_id, self._store(request.store_url), f"{prefix}/{STATE_OBJECT}")
+        metrics.SAVE_PAUSE_SECONDS.observe(saved.pause_seconds)
+        receipt = saved.receipt
+        return pb.SaveStateResponse(
+            objects=[StoredObject(key=receipt.key, size_bytes=receipt.size_bytes, checksum=receipt.checksum)],
+            op_id=saved.op_id,
+            version=saved.version,
+            pause_seconds=saved.pause_seconds,
+            seconds=saved.seconds,
+        )
+
+    async def LoadState(self, request: pb.LoadStateRequest, context: Any) -> pb.LoadStateResponse:
+        model_id, folder = parsing.parse_model_id(request.model_id), parsing.parse_folder(request.path)
+        transport = parsing.parse_transport(request.transport)
+        keys = [stored.key for stored in request.objects if stored.key.endswith("/" + STATE_OBJECT)]
+        if len(keys) != 1:
+            raise InvalidRequest(f"objects must hold exactly one {STATE_OBJECT}, found {len(keys)}")
+        with as_service_errors(), span("learner.load", key=keys[0]):
+            store = self._store(request.store_url)
+            session = await self._host.load(model_id, folder, request.seed, transport, store, keys[0])
+        metrics.VERSION.set(session.learner.version)
+        return pb.LoadStateResponse(op_id=session.journal.last, version=session.learner.version)
+
+    async def GetLearner(self, request: pb.GetLearnerRequest, context: Any) -> pb.GetLearnerResponse:
+        session = self._host.session
+        if session is None:
+            return pb.GetLearnerResponse(incarnation=self.incarnation)
+        return pb.GetLearnerResponse(
+            model_id=session.model_id,
+            op_id=session.journal.last,
+            version=session.learner.version,
+            incarnation=self.incarnation,
+            epoch=session.publisher.epoch,
+        )
+
+    def _store(self, url: str) -> ObjectStore:
+        try:
+            return open_store(url, self._s3)
+        except ValueError as error:
+            raise InvalidRequest(f"store_url: {error}") from None
+
+
+def _observe_batch(figures: BatchFigures) -> None:
+    metrics.OPERATION_SECONDS.labels("forward_backward").observe(figures.seconds)
+    metrics.TOKENS.inc(figures.tokens)
+    metrics.LOGPROB_GAP.set(figures.max_logprob_gap)
+    metrics.CLIP_FRACTION.set(figures.clip_fraction)
+    metrics.ENTROPY.set(figures.entropy)

@@ -1,0 +1,21 @@
+"""Settings of a learner process (environment prefix REFLUX_LEARNER_)."""
+
+from typing import Annotated
+
+from pydantic import Field
+
+from reflux_kit.settings import ServiceSettings, prefix
+
+
+class LearnerSettings(ServiceSettings):
+    """Run and rank come from the agent that starts the process."""
+
+    model_config = prefix("learner")
+
+    http_listen: str = "127.0.0.1:0"
+
+    run: Annotated[str, Field(validation_alias="REFLUX_RUN")] = ""
+    """Needed. Run that the learner serves."""
+
+    threads: int = Field(default=1, ge=1)
+    """OpenMP threads of the torch thread; more than one is slower on a contended machine."""

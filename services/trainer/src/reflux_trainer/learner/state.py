@@ -1,0 +1,138 @@
+"""The learner's whole state as named tensors, to and from an object of the store, bit for bit.
+
+    param/<name>  adam_m/<name>  adam_v/<name>  gradient/<name>   float32, Hugging Face names
+    learner/adam_step (float32)  learner/counters (int64)  learner/rng  learner/journal (bytes)
+
+Moments are there after the first step, gradients only between ForwardBackward and OptimStep.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from reflux_model.config import ModelConfig
+from reflux_model.shapes import parameter_shapes
+from reflux_storage.restore import TensorIndex, read_index, read_tensors
+from reflux_storage.stores.base import ObjectStore
+from reflux_storage.stream import ObjectReceipt, TensorSource, write_tensors
+from reflux_trainer.learner.core import Learner
+from reflux_trainer.learner.journal import Journal
+
+_STATE_VERSION = 1
+
+
+class StateMismatchError(ValueError):
+    """The stored state does not belong to this model."""
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What a stored state holds besides the model."""
+
+    learner: Learner
+    journal: Journal
+    epoch: int
+    """Weight epoch of the broker when the state was saved."""
+
+
+class StateCapture:
+    """Copies of a learner's state that stay still while training goes on; the memory is reused by the next copy."""
+
+    def __init__(self, learner: Learner) -> None:
+        self._copies = {part: torch.empty_like(learner.flat.detach()) for part in _flat_parts(learner, everything=True)}
+        self._sources: list[TensorSource] = []
+
+    def take(self, learner: Learner, journal: Journal, epoch: int) -> None:
+        """Copies the state; training stands still for this long."""
+        sources = []
+        for part, flat in _flat_parts(learner).items():
+            copy = self._copies[part].copy_(flat)
+            for name, view in learner.views(copy).items():
+                sources.append(_source(f"{part}/{name}", view))
+        sources += [_source(name, tensor.clone()) for name, tensor in _small(learner, journal, epoch)]
+        self._sources = sources
+
+    def write(self, store: ObjectStore, key: str) -> ObjectReceipt:
+        """Streams the copy; errors as in `reflux_storage.stream.write_tensors`."""
+        return write_tensors(store, key, self._sources)
+
+
+def restore(store: ObjectStore, key: str, config: ModelConfig, seed: int) -> Restored:
+    """Reads a state that belongs to `config`.
+
+    Raises `StateMismatchError`, and the errors of reflux_storage for missing or damaged objects.
+    """
+    index = read_index(store, key)
+    small = _read_small(store, index)
+    counters = np.frombuffer(small["learner/counters"], np.int64)
+    if int(counters[0]) != _STATE_VERSION:
+        raise StateMismatchError(f"{key} has state version {counters[0]}, this learner reads {_STATE_VERSION}")
+    learner = Learner(config, {name: torch.zeros(shape) for name, shape in parameter_shapes(config).items()}, seed)
+    journal = Journal.load(bytes(small["learner/journal"]))
+    learner.version, learner.refused_steps, learner.poisoned = int(counters[1]), int(counters[3]), bool(counters[4])
+    learner.generator.set_state(torch.frombuffer(small["learner/rng"], dtype=torch.uint8))
+    if "learner/adam_step" in small:
+        step = torch.frombuffer(small["learner/adam_step"], dtype=torch.float32)[0].clone()
+        moments = {"exp_avg": torch.zeros_like(learner.flat.data), "exp_avg_sq": torch.zeros_like(learner.flat.data)}
+        learner.optimizer.state[learner.flat] = {"step": step, **moments}
+    learner.accumulated = any(name.startswith("gradient/") for name in index.spans)
+    _read_flat(store, index, learner)
+    return Restored(learner, journal, int(counters[2]))
+
+
+def _flat_parts(learner: Learner, *, everything: bool = False) -> dict[str, Tensor]:
+    parts = {"param": learner.flat.detach()}
+    moments = learner.optimizer.state.get(learner.flat)
+    if moments or everything:
+        moments = moments or {}
+        parts["adam_m"] = moments.get("exp_avg", learner.flat.detach())
+        parts["adam_v"] = moments.get("exp_avg_sq", learner.flat.detach())
+    if learner.accumulated or everything:
+        parts["gradient"] = learner.gradient
+    return parts
+
+
+def _small(learner: Learner, journal: Journal, epoch: int) -> Iterator[tuple[str, Tensor]]:
+    numbers = [_STATE_VERSION, learner.version, epoch, learner.refused_steps, int(learner.poisoned)]
+    yield "learner/counters", torch.tensor(numbers)
+    yield "learner/rng", learner.generator.get_state()
+    yield "learner/journal", torch.frombuffer(bytearray(journal.dump()), dtype=torch.uint8)
+    moments = learner.optimizer.state.get(learner.flat)
+    if moments:
+        yield "learner/adam_step", moments["step"].reshape(1)
+
+
+def _read_small(store: ObjectStore, index: TensorIndex) -> dict[str, bytearray]:
+    small = {name: bytearray(span.spec.size_bytes) for name, span in index.spans.items() if name.startswith("learner/")}
+    missing = {"learner/counters", "learner/rng", "learner/journal"} - set(small)
+    if missing:
+        raise StateMismatchError(f"{index.key} is not a learner's state: {', '.join(sorted(missing))} is missing")
+    read_tensors(store, index, {name: memoryview(raw) for name, raw in small.items()})
+    return small
+
+
+def _read_flat(store: ObjectStore, index: TensorIndex, learner: Learner) -> None:
+    targets: dict[str, memoryview] = {}
+    for part, flat in _flat_parts(learner).items():
+        for name, view in learner.views(flat).items():
+            key = f"{part}/{name}"
+            span = index.spans.get(key)
+            if span is None or span.spec.shape != tuple(view.shape) or span.spec.dtype != "F32":
+                found = "missing" if span is None else f"{span.spec.dtype}{list(span.spec.shape)}"
+                raise StateMismatchError(f"tensor {key} of {index.key} is {found}, expected F32{list(view.shape)}")
+            targets[key] = _bytes(view)
+    read_tensors(store, index, targets)
+
+
+_DTYPES: Mapping[torch.dtype, str] = {torch.float32: "F32", torch.int64: "I64", torch.uint8: "U8"}
+
+
+def _source(name: str, tensor: Tensor) -> TensorSource:
+    return TensorSource(name, _DTYPES[tensor.dtype], tuple(tensor.shape), _bytes(tensor.contiguous()))
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    return memoryview(tensor.numpy())  # pyright: ignore[reportArgumentType]  (arrays do offer their buffer)
