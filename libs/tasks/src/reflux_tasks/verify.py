@@ -45,6 +45,12 @@ class Verifier(ABC):
     cost_seconds: ClassVar[float]
     """Typical CPU seconds per answer on one core, for scheduling and deadlines."""
 
+    def prepare(self) -> None:  # noqa: B027 a verifier without tools has nothing to prepare
+        """Loads what grading needs, so that forked children start warm and need no folder to write to.
+
+        Raises VerifierUnavailable when the machine lacks a tool. Optional: `grade` loads what is missing.
+        """
+
     @abstractmethod
     def grade(self, payload: Mapping[str, Any], answers: Sequence[Answer]) -> list[Grade]: ...
 

@@ -15,6 +15,10 @@ class PhaseDatabase:
     def __init__(self, cache_dir: Path) -> None:
         self.cache_dir = cache_dir
 
+    def load(self) -> None:
+        """Reads (or builds) the collection now instead of on first use."""
+        _ = self.phases
+
     @cached_property
     def phases(self) -> dict[str, Phase]:
         """Phases by the text of their label, such as "Ti O n2 sg136"."""

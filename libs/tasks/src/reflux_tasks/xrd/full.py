@@ -12,7 +12,7 @@ from reflux_tasks.xrd.answers import InvalidAnswer, NamedPhase, parse_answer
 from reflux_tasks.xrd.database import PhaseDatabase, candidate
 from reflux_tasks.xrd.measurement import simulate_measurement
 from reflux_tasks.xrd.profile import Profile, snip_background
-from reflux_tasks.xrd.refinement import MAX_PHASES, Fit, RefinementOptions, refine
+from reflux_tasks.xrd.refinement import MAX_PHASES, Fit, RefinementOptions, refine, system_python
 
 MIN_NEED = 0.3
 """True phases of 10 % mass need >= 0.7 on measured mixtures, surplus ones <= 0.24."""
@@ -45,6 +45,10 @@ class FullVerifier(Verifier):
     def __init__(self, database: PhaseDatabase, python: Path | None = None) -> None:
         self.database = database
         self.python = python
+
+    def prepare(self) -> None:
+        self.database.load()
+        self.python = self.python or system_python()
 
     def grade(self, payload: Mapping[str, Any], answers: Sequence[Answer]) -> list[Grade]:
         profile = simulate_measurement(payload, self.database)

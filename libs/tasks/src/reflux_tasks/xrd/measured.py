@@ -10,7 +10,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -131,10 +131,12 @@ def evaluate_measured(
     workers: int | None = None,
     surplus: bool = False,
     max_wrong: int | None = None,
+    on_scan: Callable[[Mapping[str, Any]], None] | None = None,
 ) -> dict[str, Any]:
     """Evaluates all mixtures below `data_dir`/measured; those without structures are named under `skipped`.
 
-    Raises VerifierUnavailable without ObjCryst++, FileNotFoundError without any scan.
+    `on_scan` gets the result of each scan as soon as it is there. Raises VerifierUnavailable without ObjCryst++,
+    FileNotFoundError without any scan.
     """
     system_python()
     files = [path for scan in scans for path in sorted((data_dir / "measured").glob(f"*--{scan}.xrdml"))]
@@ -154,6 +156,8 @@ def evaluate_measured(
             skipped[path.name] = f"no structure of {', '.join(missing)}"
         else:
             results.append(evaluate_scan(path, pool, workers or os.cpu_count() or 1, surplus, max_wrong))
+            if on_scan:
+                on_scan(results[-1])
     return {"candidates": sorted(pool), "scans": results, "skipped": skipped, "summary": summarise(results)}
 
 
@@ -173,22 +177,20 @@ def summarise(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def table(results: Sequence[Mapping[str, Any]]) -> str:
-    """The results as a Markdown table."""
-    lines = [
-        "| scan | R_wp | R_wb | GoF | best wrong set / true R_wp | wrong sets | mass fractions: refined (weighed) |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for result in results:
-        best = result.get("best_wrong_set")
-        ratio = f"{best['r_wp'] / result['r_wp']:.2f} ({', '.join(best['phases'])})" if best else "-"
-        fractions = ", ".join(
-            f"{name} {result['refined'][name]:.3f} ({weight:.3f})" for name, weight in result["weighed"].items()
-        )
-        scan = result["file"].removesuffix(".xrdml").split("--")[-1]
-        figures = f"{result['r_wp']:.4f} | {result['r_wb']:.3f} | {result['goodness']:.2f}"
-        lines.append(f"| {scan} | {figures} | {ratio} | {sum(result['wrong_sets'].values())} | {fractions} |")
-    return "\n".join(lines)
+HEADER = """| scan | R_wp | R_wb | GoF | best wrong set / true R_wp | wrong sets | mass fractions: refined (weighed) |
+|---|---|---|---|---|---|---|"""
+
+
+def row(result: Mapping[str, Any]) -> str:
+    """One scan as a row of a Markdown table."""
+    best = result.get("best_wrong_set")
+    ratio = f"{best['r_wp'] / result['r_wp']:.2f} ({', '.join(best['phases'])})" if best else "-"
+    fractions = ", ".join(
+        f"{name} {result['refined'][name]:.3f} ({weight:.3f})" for name, weight in result["weighed"].items()
+    )
+    scan = result["file"].removesuffix(".xrdml").split("--")[-1]
+    figures = f"{result['r_wp']:.4f} | {result['r_wb']:.3f} | {result['goodness']:.2f}"
+    return f"| {scan} | {figures} | {ratio} | {sum(result['wrong_sets'].values())} | {fractions} |"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -203,14 +205,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--surplus", action="store_true", help="also try sets with one phase more or less")
     parser.add_argument("--max-wrong", type=int, help="try at most this many wrong sets per scan")
     given = parser.parse_args(arguments)
+    print(HEADER)
     try:
         report = evaluate_measured(
-            given.data, scans=given.scans, workers=given.workers, surplus=given.surplus, max_wrong=given.max_wrong
+            given.data,
+            scans=given.scans,
+            workers=given.workers,
+            surplus=given.surplus,
+            max_wrong=given.max_wrong,
+            on_scan=lambda result: print(row(result), flush=True),
         )
     except (VerifierUnavailable, FileNotFoundError) as error:
         print(f"cannot evaluate: {error}", file=sys.stderr)
         return 2
-    print(table(report["scans"]))
     for name, reason in report["skipped"].items():
         print(f"skipped {name}: {reason}")
     print(json.dumps(report["summary"]))

@@ -45,6 +45,11 @@ class SurrogateVerifier(Verifier):
         self.database = database
         self._templates: dict[str, np.ndarray] = {}
 
+    def prepare(self) -> None:
+        import scipy.optimize  # noqa: F401
+
+        self.database.load()
+
     def grade(self, payload: Mapping[str, Any], answers: Sequence[Answer]) -> list[Grade]:
         try:
             two_theta = np.array(payload["two_theta_degrees"], float)
