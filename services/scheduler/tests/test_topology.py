@@ -4,7 +4,7 @@ import pytest
 
 from reflux_scheduler.errors import InvalidTopology, TopologyFileError
 from reflux_scheduler.topology import UNLIMITED, Node, Resources, TopologyBuilder, total
-from reflux_scheduler.topology_file import Machine, load_topology
+from reflux_scheduler.topology_file import Machine, load_topology, toy_rack
 
 CONFIGS = Path(__file__).parents[3] / "configs" / "topologies"
 MACHINE = Machine(Resources(gpus=1, millicpus=2500, memory_bytes=8 << 30))
@@ -26,6 +26,7 @@ nodes = ["n[1-3]", "extra"]
 
 def test_local_file_describes_this_machine_as_a_toy_rack():
     topology = load_topology(CONFIGS / "local.toml", MACHINE)
+    assert topology == toy_rack(MACHINE)
     assert [node.name for node in topology.nodes] == ["local"]
     assert topology.nodes[0].resources == MACHINE.resources
     assert topology.domains("rack")[0].label == "local/block-1/rack-1"

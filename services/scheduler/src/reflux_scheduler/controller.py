@@ -46,26 +46,27 @@ class Controller:
         self._wake = asyncio.Event()
         self._pulses: dict[str, asyncio.Event] = {}
         self._drivers: dict[str, JobDriver] = {}
+        self._homeless: dict[str, str] = {}
 
     async def load(self) -> None:
-        """Takes over what the last scheduler knew, on a topology that may have changed in between."""
+        """Reads what the last scheduler knew; writes nothing, because the address may turn out to be in use."""
         for job in await self._store.load():
             self._jobs[job.id] = job
             if not job.final:
-                await self._take_over(job)
+                self._take_over(job)
         log.info("took over %d jobs, %d of them placed", len(self._jobs), len(self._inventory.placements))
 
-    async def _take_over(self, job: Job) -> None:
+    def _take_over(self, job: Job) -> None:
+        """The topology may have changed since the job was accepted or placed."""
         if job.placement is None:
             reason = impossible(self._inventory.topology, job.spec.demand())
             if reason is not None:
-                await self._change(job.id, lambda job: jobs.end(job, "FAILED", reason, time.time()))
+                self._homeless[job.id] = reason
             return
         try:
             self._inventory.take(job.id, job.placement)
         except (LookupError, ValueError) as error:
-            why = f"the topology has changed: {error}"
-            await self._change(job.id, lambda job: _abandon(job, why))
+            self._homeless[job.id] = f"the topology has changed: {error}"
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -106,7 +107,7 @@ class Controller:
         try:
             return self._jobs[job_id]
         except KeyError:
-            raise UnknownJob(f"there is no job 'jobs/{job_id}'") from None
+            raise UnknownJob(f"there is no job 'jobs/{job_id[:64]}'") from None
 
     def newest_first(self) -> list[Job]:
         """All jobs."""
@@ -182,6 +183,10 @@ class Controller:
     async def _step(self) -> None:
         """One round: hear the agents, place what fits, drive what is placed, forget what is old."""
         now = time.monotonic()
+        while self._homeless:
+            job_id, why = next(iter(self._homeless.items()))
+            await self._change(job_id, lambda job, why=why: _abandon(job, why))
+            del self._homeless[job_id]
         self._inventory.set_available(self._fleet.available(now))
         for job in [job for job in self._jobs.values() if job.placement is not None and not job.final]:
             await self._reconcile(job, now)

@@ -23,14 +23,14 @@ class JobStore:
 
     async def load(self) -> list[Job]:
         """All stored jobs, oldest first."""
-        ids = [raw.decode() for raw in await self._redis.zrange(_ORDER, 0, -1)]
+        ids = [_text(raw) for raw in await self._redis.zrange(_ORDER, 0, -1)]
         values = await self._redis.mget([_job_key(job_id) for job_id in ids]) if ids else []
         return [_job_codec.validate_json(value) for value in values if value is not None]
 
     async def by_request(self, request_id: str) -> str | None:
         """Id of the job that a request made before."""
         raw = await self._redis.get(_request_key(request_id))
-        return raw.decode() if raw is not None else None
+        return _text(raw) if raw is not None else None
 
     async def create(self, job: Job, request_id: str) -> None:
         """Stores a new job together with its request id."""
@@ -50,6 +50,11 @@ class JobStore:
             transaction.delete(_job_key(job.id))
             transaction.zrem(_ORDER, job.id)
             await transaction.execute()
+
+
+def _text(raw: object) -> str:
+    assert isinstance(raw, bytes), "the kit opens Redis without decoding"
+    return raw.decode()
 
 
 def _job_key(job_id: str) -> str:

@@ -20,7 +20,7 @@ from reflux_scheduler.inventory import Inventory
 from reflux_scheduler.job_store import JobStore
 from reflux_scheduler.metrics import Metrics
 from reflux_scheduler.servicer import SERVICE_NAME, SchedulerServicer
-from reflux_scheduler.topology_file import load_topology
+from reflux_scheduler.topology_file import load_topology, toy_rack
 
 
 class SchedulerSettings(ServiceSettings):
@@ -30,8 +30,8 @@ class SchedulerSettings(ServiceSettings):
 
     listen: str = "127.0.0.1:7001"
 
-    topology: str = "configs/topologies/local.toml"
-    """TOML file with the tree; configs/topologies/ has examples."""
+    topology: str = ""
+    """TOML file with the tree, configs/topologies/ has examples; empty describes this machine as a toy rack."""
 
     lease_seconds: float = Field(default=60.0, gt=0)
     """An agent without a scheduler stops its members after this long."""
@@ -47,7 +47,7 @@ class SchedulerSettings(ServiceSettings):
 async def build(settings: SchedulerSettings) -> AsyncIterator[Service]:
     """Owns the connection to Redis, the backend and the controller."""
     try:
-        topology = load_topology(Path(settings.topology))
+        topology = load_topology(Path(settings.topology)) if settings.topology else toy_rack()
     except TopologyFileError as error:
         raise StartupError(str(error)) from None
     terms = Terms(settings.lease_seconds, settings.heartbeat_seconds, settings.lost_margin_seconds)
@@ -55,9 +55,11 @@ async def build(settings: SchedulerSettings) -> AsyncIterator[Service]:
     async with open_redis(settings.redis_url) as redis, LocalBackend(fleet, settings) as backend:
         controller = Controller(JobStore(redis), inventory, fleet, backend, Metrics())
         await controller.load()
-        async with controller.running():
-            servicer = SchedulerServicer(controller, inventory, fleet)
-            yield Service((Mount(servicer, add_SchedulerServiceServicer_to_server, SERVICE_NAME),))
+        mount = Mount(
+            SchedulerServicer(controller, inventory, fleet), add_SchedulerServiceServicer_to_server, SERVICE_NAME
+        )
+        # Acting starts once the address is ours; knowing comes before, or agents would be told to stop everything.
+        yield Service((mount,), attend=lambda _bound: controller.running())
 
 
 def main() -> None:

@@ -20,7 +20,7 @@ _DEFAULT_GRACE_SECONDS = 10.0
 _MAX_GRACE_SECONDS = 3600.0
 _MAX_AMOUNT = 1e15
 
-_MEMBER_STATES: dict[int, MemberState] = {
+_MEMBER_STATES: dict[job_pb2.RoleStatus.State.ValueType, MemberState] = {
     job_pb2.RoleStatus.STATE_RUNNING: "running",
     job_pb2.RoleStatus.STATE_RESTARTING: "restarting",
     job_pb2.RoleStatus.STATE_SUCCEEDED: "succeeded",

@@ -36,6 +36,13 @@ class Machine:
         return cls(Resources(gpus, len(os.sched_getaffinity(0)) * 1000, memory))
 
 
+def toy_rack(machine: Machine | None = None) -> Topology:
+    """This machine as a rack of one node named "local"; the same as configs/topologies/local.toml."""
+    builder = TopologyBuilder("local")
+    builder.add_rack("block-1", "rack-1", [Node("local", (machine or Machine.this()).resources)])
+    return builder.build()
+
+
 def load_topology(path: Path, machine: Machine | None = None) -> Topology:
     """Reads and checks `path`.
 

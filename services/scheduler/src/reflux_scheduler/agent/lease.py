@@ -5,14 +5,18 @@ import logging
 import time
 import uuid
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import grpc
 
 from reflux.scheduler.v1 import scheduler_service_pb2 as pb
-from reflux.scheduler.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
 from reflux_kit.errors import StartupError
+from reflux_scheduler.agent import metrics
 from reflux_scheduler.agent.members import MemberTable
 from reflux_scheduler.agent.messages import render_report
+
+if TYPE_CHECKING:
+    from reflux.scheduler.v1.scheduler_service_pb2_grpc import SchedulerServiceAsyncStub
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +36,9 @@ class Lease:
     takes the node for lost, the members here have been told to stop.
     """
 
-    def __init__(self, stub: SchedulerServiceStub, members: MemberTable, node: str, lease_seconds: float) -> None:
+    def __init__(
+        self, stub: "SchedulerServiceAsyncStub", members: MemberTable, node: str, lease_seconds: float
+    ) -> None:
         self._stub = stub
         self._members = members
         self._node = node
@@ -83,7 +89,9 @@ class Lease:
         sent = time.monotonic()
         self._members.changed.clear()
         request = pb.AgentHeartbeatRequest(node=self._node, incarnation=self.incarnation)
-        request.roles.extend(render_report(report, self._node) for report in await self._members.measured())
+        reports = await self._members.measured()
+        metrics.observe(reports)
+        request.roles.extend(render_report(report, self._node) for report in reports)
         response = await self._stub.AgentHeartbeat(request, timeout=_CALL_SECONDS)
         self._renewed, self._away = sent, False
         self._registered = not response.register_again

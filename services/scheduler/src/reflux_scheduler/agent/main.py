@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
 from pydantic import Field
 
@@ -22,6 +23,9 @@ from reflux_scheduler.agent.lease import Lease
 from reflux_scheduler.agent.members import MemberTable
 from reflux_scheduler.agent.servicer import SERVICE_NAME, AgentServicer
 from reflux_scheduler.agent.supervisor import Household
+
+if TYPE_CHECKING:
+    from reflux.scheduler.v1.scheduler_service_pb2_grpc import SchedulerServiceAsyncStub
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +58,8 @@ async def build(settings: AgentSettings) -> AsyncIterator[Service]:
         raise StartupError(f"the state folder {state_dir} cannot be used: {error.strerror}") from None
     members = MemberTable(Household(settings.node, dict(os.environ), state_dir, settings.log_limit_mib << 20))
     async with open_channel(settings.scheduler_address, settings, subject="agent") as channel:
-        lease = Lease(SchedulerServiceStub(channel), members, settings.node, settings.lease_seconds)
+        stub = cast("SchedulerServiceAsyncStub", SchedulerServiceStub(channel))
+        lease = Lease(stub, members, settings.node, settings.lease_seconds)
         mount = Mount(AgentServicer(members, settings.node), add_AgentServiceServicer_to_server, SERVICE_NAME)
 
         @asynccontextmanager

@@ -10,6 +10,7 @@ from reflux_scheduler.agent.orders import RoleOrder, RoleReport
 
 DEFAULT_GRACE_SECONDS = 10.0
 MAX_GRACE_SECONDS = 3600.0
+_MAX_SHOWN = 64  # Error texts travel in headers, which are small.
 _ROLE_ID = re.compile(r"([a-z0-9-]{1,64})/([a-z0-9][a-z0-9_-]{0,62})/(\d{1,6})")
 
 STATES = {
@@ -25,10 +26,10 @@ def parse_order(request: agent_pb.StartRoleRequest) -> RoleOrder:
     """Checks a StartRoleRequest. Raises InvalidRequest."""
     match = _ROLE_ID.fullmatch(request.role_id)
     if match is None:
-        raise InvalidRequest(f"role_id = {request.role_id!r}: write '<job>/<role>/<rank>'")
+        raise InvalidRequest(f"role_id = {request.role_id[:_MAX_SHOWN]!r}: write '<job>/<role>/<rank>'")
     spec = request.spec
     if (match[2], int(match[3])) != (spec.role, request.rank) or f"jobs/{match[1]}" != request.job:
-        raise InvalidRequest(f"role_id = {request.role_id!r} contradicts job, spec.role and rank")
+        raise InvalidRequest(f"role_id = {request.role_id[:_MAX_SHOWN]!r} contradicts job, spec.role and rank")
     if not spec.argv or not spec.argv[0] or any("\0" in word for word in spec.argv):
         raise InvalidRequest("spec.argv: name a program; no argument holds a zero byte")
     return RoleOrder(

@@ -35,7 +35,7 @@ class AgentServicer(AgentServiceServicer):
         try:
             report = await self._members.stop(request.role_id, grace, "stopped on request")
         except KeyError:
-            raise NotFound(f"this agent has no role {request.role_id!r}") from None
+            raise NotFound(f"this agent has no role {request.role_id[:64]!r}") from None
         return pb.StopRoleResponse(role=render_report(report, self._node))
 
     async def ListRoles(self, request: pb.ListRolesRequest, context: Any) -> pb.ListRolesResponse:

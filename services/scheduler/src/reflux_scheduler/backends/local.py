@@ -2,7 +2,7 @@
 
 from contextlib import AsyncExitStack
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self, cast
 
 import grpc
 
@@ -16,6 +16,9 @@ from reflux_scheduler.gang import Member
 from reflux_scheduler.jobs import Job, Report
 from reflux_scheduler.messages import parse_report, render_role
 
+if TYPE_CHECKING:
+    from reflux.scheduler.v1.agent_service_pb2_grpc import AgentServiceAsyncStub
+
 _START_SECONDS = 15.0
 _STOP_MARGIN_SECONDS = 5.0
 
@@ -27,7 +30,7 @@ class LocalBackend(Backend):
         self._fleet = fleet
         self._settings = settings
         self._stack = AsyncExitStack()
-        self._stubs: dict[str, AgentServiceStub] = {}
+        self._stubs: dict[str, AgentServiceAsyncStub] = {}
 
     async def __aenter__(self) -> Self:
         return self
@@ -66,7 +69,7 @@ class LocalBackend(Backend):
             raise self._away(member.node, error) from None
         return incarnation, parse_report(response.role)
 
-    async def _stub(self, node: str) -> tuple[str, AgentServiceStub]:
+    async def _stub(self, node: str) -> tuple[str, "AgentServiceAsyncStub"]:
         agent = self._fleet.agent(node)
         if agent is None:
             raise BackendAway(f"node {node} has no registered agent")
@@ -75,7 +78,7 @@ class LocalBackend(Backend):
             channel = await self._stack.enter_async_context(
                 open_channel(agent.address, self._settings, subject="scheduler")
             )
-            stub = self._stubs[agent.address] = AgentServiceStub(channel)
+            stub = self._stubs[agent.address] = cast("AgentServiceAsyncStub", AgentServiceStub(channel))
         return agent.incarnation, stub
 
     @staticmethod

@@ -1,0 +1,130 @@
+"""Members under an agent's table, with real keepers and processes."""
+
+import asyncio
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from reflux_scheduler.agent.members import MemberTable, tree_rss_bytes
+from reflux_scheduler.agent.orders import RoleOrder
+from reflux_scheduler.agent.supervisor import Household
+
+HANG_SECONDS = 20
+
+
+def order(script: str, rank: int = 0, **fields) -> RoleOrder:
+    return RoleOrder(f"j/role/{rank}", "jobs/j", "role", rank, 1, ("python", "-c", script), **fields)
+
+
+@pytest.fixture
+async def members(tmp_path):
+    table = MemberTable(Household("n1", dict(os.environ), tmp_path, log_limit_bytes=1 << 16))
+    yield table
+    await table.close()
+
+
+async def ended(members: MemberTable, role_id: str = "j/role/0"):
+    async with asyncio.timeout(HANG_SECONDS):
+        while True:
+            (report,) = [report for report in members.reports() if report.role_id == role_id]
+            if report.state in ("succeeded", "failed", "stopped"):
+                return report
+            members.changed.clear()
+            await members.changed.wait()
+
+
+async def test_output_is_kept_up_to_a_limit_in_two_files(members, tmp_path):
+    await members.start(order("for n in range(30000): print('line', n)"))
+    report = await ended(members)
+    assert report.state == "succeeded"
+    log = Path(report.log_path)
+    assert log == tmp_path / "logs" / "j" / "role-0.log"
+    assert log.read_text().endswith("line 29999\n")
+    sizes = [path.stat().st_size for path in log.parent.iterdir()]
+    assert len(sizes) == 2
+    assert max(sizes) <= 1 << 16
+
+
+async def test_a_start_is_done_once_until_the_member_is_stopped(members):
+    first = await members.start(order("import time; time.sleep(600)"))
+    again = await members.start(order("import time; time.sleep(600)"))
+    assert first.pid == again.pid
+    stopped = await members.stop("j/role/0", None, "enough")
+    assert (stopped.state, stopped.message, stopped.exit_code) == ("stopped", "enough", -15)
+    anew = await members.start(order("import time; time.sleep(600)"))
+    assert anew.pid != first.pid
+    assert anew.revision > stopped.revision
+
+
+async def test_a_member_that_ignores_sigterm_is_killed_after_its_grace(members, tmp_path):
+    script = (
+        "import pathlib, signal, time; signal.signal(15, signal.SIG_IGN); print('deaf', flush=True); time.sleep(600)"
+    )
+    report = await members.start(order(script, stop_grace_seconds=0.3))
+    async with asyncio.timeout(HANG_SECONDS):
+        while "deaf" not in Path(report.log_path).read_text():
+            await asyncio.sleep(0.02)
+    began = time.monotonic()
+    stopped = await members.stop("j/role/0", None, "enough")
+    assert stopped.exit_code == -9
+    assert time.monotonic() - began >= 0.3
+
+
+async def test_a_member_may_take_its_time_within_the_grace(members):
+    script = (
+        "import signal, sys, time; signal.signal(15, lambda *_: (print('saved', flush=True), sys.exit(0))); "
+        "print('ready', flush=True); time.sleep(600)"
+    )
+    report = await members.start(order(script))
+    async with asyncio.timeout(HANG_SECONDS):
+        while "ready" not in Path(report.log_path).read_text():
+            await asyncio.sleep(0.02)
+    stopped = await members.stop("j/role/0", None, "enough")
+    assert (stopped.state, stopped.exit_code) == ("stopped", 0)
+    assert Path(report.log_path).read_text().endswith("saved\n")
+
+
+async def test_memory_of_the_whole_tree_is_measured(members):
+    script = (
+        "import subprocess, sys; block = b'x' * (32 << 20); "
+        "child = subprocess.Popen([sys.executable, '-c', "
+        "\"block = b'x' * (32 << 20); print('full', flush=True); import time; time.sleep(600)\"]); child.wait()"
+    )
+    report = await members.start(order(script))
+    async with asyncio.timeout(HANG_SECONDS):
+        while "full" not in Path(report.log_path).read_text():
+            await asyncio.sleep(0.02)
+    (measured,) = await members.measured()
+    assert measured.rss_bytes > 64 << 20
+    assert tree_rss_bytes([2**22 + 1]) == {2**22 + 1: 0}
+
+
+async def test_a_stop_during_the_pause_before_a_restart_starts_nothing(members):
+    await members.start(order("raise SystemExit(3)", max_restarts=9))
+    async with asyncio.timeout(HANG_SECONDS):
+        while members.reports()[0].restarts < 3:
+            members.changed.clear()
+            await members.changed.wait()
+    report = await members.stop("j/role/0", None, "enough")
+    assert (report.state, report.pid) == ("stopped", 0)
+
+
+async def test_unwanted_members_are_stopped_and_forgotten(members):
+    report = await members.start(order("import time; time.sleep(600)"))
+    await members.discard(["j/role/0", "j/role/7"])
+    assert members.reports() == []
+    assert not Path(f"/proc/{report.pid}").exists()
+
+
+async def test_a_closed_table_starts_nothing(members):
+    await members.close()
+    with pytest.raises(RuntimeError, match="shutting down"):
+        await members.start(order("pass"))
+
+
+async def test_a_member_that_floods_its_output_can_be_stopped(members):
+    await members.start(order("while True: print('x' * 1000)", stop_grace_seconds=1.0))
+    async with asyncio.timeout(HANG_SECONDS):
+        await members.stop("j/role/0", None, "enough")
