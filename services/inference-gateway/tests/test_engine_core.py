@@ -174,6 +174,21 @@ def check_spans(engine, one, samples, params_by_version):
             assert torch.allclose(torch.tensor(sample.logprobs[span.start : span.end]), expected, atol=1e-4)
 
 
+def test_prompts_of_very_different_lengths_are_not_padded_to_the_longest(model_folder):
+    lengths = [60, *[2] * 9, 40, *[3] * 9]
+    engine = Harness(model_folder, max_rows=32, prefill_tokens=64)
+    groups = [group(f"g{i}", [5 + i % 7] * length, seed=i) for i, length in enumerate(lengths)]
+    answers = engine.run(*groups)
+    ranges = list(engine.core._chunks([one.prompt_ids for one in groups]))
+    assert ranges[0] == (0, 1)
+    assert [last for _, last in ranges][:-1] == [first for first, _ in ranges][1:]
+    for first, last in ranges:
+        assert last - first == 1 or (last - first) * max(lengths[first:last]) <= 64
+    for one, (sample,) in zip(groups, answers, strict=True):
+        expected = logprobs(engine.params, engine.config, [one.prompt_ids], [[sample.token_ids]])[0]
+        assert torch.allclose(torch.tensor(sample.logprobs), expected, atol=1e-4)
+
+
 def test_swap_while_a_group_waits_for_rows_computes_its_prompt_again(model_folder):
     engine = Harness(model_folder, max_rows=2)
     new = sharpened(initial_parameters(engine.config, 99), 8.0)

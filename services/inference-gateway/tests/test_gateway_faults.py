@@ -319,6 +319,39 @@ async def test_http_request_moves_to_another_replica_when_its_own_never_answers(
                 assert await response.json() == {"ok": True}
 
 
+async def test_requests_of_a_replica_that_goes_silent_move_to_another():
+    silent, started = FakeEngine("hang"), asyncio.Event()
+
+    async def hangs(request):
+        started.set()
+        await asyncio.sleep(60)
+        return web.Response()
+
+    async def lives(request):
+        return web.json_response({"ok": True})
+
+    fast = {"heartbeat_seconds": 0.05, "replica_expiry_seconds": 0.3, "replica_abandon_seconds": 0.4}
+    async with (
+        gateway(**fast) as door,
+        engine_server(silent) as first,
+        engine_server(FakeEngine()) as second,
+        http_server(hangs) as first_url,
+        http_server(lives) as second_url,
+    ):
+        await door.register("silent", grpc_address=first, http_url=first_url)
+        one = asyncio.create_task(answers(door.stub.GenerateGroup(group(), timeout=20)))
+        two = asyncio.create_task(door.http.post("/v1/completions", json={"model": "m", "prompt": "x"}))
+        await asyncio.wait_for(started.wait(), 5)
+        await door.register("alive", grpc_address=second, http_url=second_url)
+        while not (one.done() and two.done()):
+            replica = Replica(name="replicas/alive", model_id="m", role=Replica.ROLE_BOTH)
+            replica.grpc_address, replica.http_url = second, second_url
+            await door.stub.Heartbeat(pb.HeartbeatRequest(replica=replica), timeout=5)
+            await asyncio.wait({one, two}, timeout=0.05)
+    assert [response.replica for response in await one] == ["replicas/alive"] * 2
+    assert (await two).status == 200
+
+
 async def test_client_that_goes_away_cancels_upstream():
     started, cancelled = asyncio.Event(), asyncio.Event()
 

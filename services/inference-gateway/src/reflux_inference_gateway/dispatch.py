@@ -84,6 +84,7 @@ class Dispatcher:
     def __post_init__(self) -> None:
         self.changes = Changes()
         self._policies: dict[str, RoutingPolicy] = {}
+        self._waits: dict[str, set[asyncio.Timeout]] = {}
 
     async def stream(self, want: Want, send: Callable[[Replica], AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
         """Yields what `send(replica)` yields; a replica that is lost before the first item is replaced once.
@@ -97,9 +98,10 @@ class Dispatcher:
         except FleetPaused as error:
             raise Overloaded(str(error)) from error
         attempts, running, outcome = Attempts.none(), False, "failed"
+        deadline = self.clock() + want.deadline_seconds
         try:
             while outcome != "completed":
-                replica = await self._choose(want, attempts)
+                replica = await self._choose(want, attempts, deadline)
                 self.fleet.run(want.model_id)
                 running = True
                 try:
@@ -127,11 +129,35 @@ class Dispatcher:
         self.table.dispatched(name, want.num_tokens)
         try:
             async with aclosing(send(replica)) as items:
-                async for item in items:
+                while True:
+                    try:
+                        item = await self._next(name, items)
+                    except StopAsyncIteration:
+                        return
                     attempts.delivered = True
                     yield item
         finally:
             self.table.answered(name, want.num_tokens)
+
+    async def _next(self, name: str, items: AsyncGenerator[T, None]) -> T:
+        """The next item, or ReplicaLost as soon as the replica is abandoned."""
+        waits = self._waits.setdefault(name, set())
+        try:
+            async with asyncio.timeout(None) as wait:
+                waits.add(wait)
+                try:
+                    return await anext(items)
+                finally:
+                    waits.discard(wait)
+        except TimeoutError as error:
+            if not wait.expired():
+                raise
+            raise ReplicaLost("it sends no heartbeat any more") from error
+
+    def abandon(self, name: str) -> None:
+        """Ends every wait for a silent replica; its requests are re-issued or fail like those of a dead one."""
+        for wait in self._waits.pop(name, ()):
+            wait.reschedule(asyncio.get_running_loop().time())
 
     def _lose(self, replica: Replica, error: ReplicaLost, attempts: Attempts) -> None:
         self.table.mark_lost(replica.info.name)
@@ -141,9 +167,8 @@ class Dispatcher:
                 f"{replica.info.name} broke off ({error}); {_why_not_again(attempts)}", replica=replica.info.name
             ) from error
 
-    async def _choose(self, want: Want, attempts: Attempts) -> Replica:
+    async def _choose(self, want: Want, attempts: Attempts, deadline: float) -> Replica:
         """Waits until a replica fits; time while the fleet is paused does not count as waiting for one."""
-        deadline = self.clock() + want.deadline_seconds
         waited_seconds = 0.0
         while True:
             started = self.clock()

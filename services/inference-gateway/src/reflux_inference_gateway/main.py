@@ -36,7 +36,7 @@ async def build(settings: GatewaySettings) -> AsyncIterator[Service]:
     metrics.observe_fleet(dispatcher.fleet)
     clients = ReplicaClients(settings)
     async with upstream_session() as session:
-        ageing = asyncio.create_task(_age(dispatcher, clients, settings.heartbeat_seconds / 2))
+        ageing = asyncio.create_task(_age(dispatcher, clients, settings))
         try:
             servicer = InferenceGatewayServicer(dispatcher, clients, settings.heartbeat_seconds)
             door = OpenAiDoor(dispatcher, session, settings, time.monotonic())
@@ -47,14 +47,16 @@ async def build(settings: GatewaySettings) -> AsyncIterator[Service]:
             await clients.close()
 
 
-async def _age(dispatcher: Dispatcher, clients: ReplicaClients, period_seconds: float) -> None:
+async def _age(dispatcher: Dispatcher, clients: ReplicaClients, settings: GatewaySettings) -> None:
     """Takes silent replicas out of routing, forgets drained and long-lost ones, writes the gauges."""
     while True:
-        await asyncio.sleep(period_seconds)
+        await asyncio.sleep(settings.heartbeat_seconds / 2)
         changed = dispatcher.table.expire(dispatcher.clock())
         if changed:
             log.warning("no heartbeat from %s", ", ".join(changed))
             dispatcher.changes.notify()
+        for name in dispatcher.table.silent(dispatcher.clock() - settings.replica_abandon_seconds):
+            dispatcher.abandon(name)
         await clients.forget_all_but({entry.info.name for entry in dispatcher.table.entries()})
         metrics.observe_replicas(dispatcher.table)
 

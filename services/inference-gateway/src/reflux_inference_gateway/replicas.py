@@ -125,6 +125,10 @@ class ReplicaTable:
                 changed.append(name)
         return changed
 
+    def silent(self, since_seconds: float) -> list[str]:
+        """Names of replicas that were not heard since a moment of the clock."""
+        return [name for name, entry in self._replicas.items() if entry.seen_seconds < since_seconds]
+
     def dispatched(self, name: str, num_tokens: int) -> None:
         """Counts a request from the moment it is sent."""
         entry = self._replicas[name]

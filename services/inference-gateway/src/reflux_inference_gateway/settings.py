@@ -23,6 +23,9 @@ class GatewaySettings(ServiceSettings):
     replica_expiry_seconds: float = Field(default=5.0, gt=0)
     """A replica that is silent for longer gets no requests."""
 
+    replica_abandon_seconds: float = Field(default=15.0, gt=0)
+    """Requests on a replica that is silent for longer are re-issued, or fail when a part of the answer was out."""
+
     replica_wait_seconds: float = Field(default=60.0, ge=0)
     """How long a request waits for a replica that fits (alive, new enough) while the fleet is not paused."""
 

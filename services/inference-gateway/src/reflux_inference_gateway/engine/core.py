@@ -3,7 +3,8 @@
 Pure computation of one thread: `loop.py` owns the thread and the hand-over to asyncio.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 import torch
@@ -146,10 +147,21 @@ class EngineCore:
         ended: dict[int, str] = {}
         for admission in admissions[: len(admissions) - len(fresh)]:
             ended |= self._seat([admission], self._open_prompts.pop(admission.ticket.request_id))
-        if fresh:
-            prefilled = self._prefill([self._requests[one.ticket.request_id].prompt_ids for one in fresh])
-            ended |= self._seat(fresh, prefilled)
+        prompts = [self._requests[one.ticket.request_id].prompt_ids for one in fresh]
+        for first, last in self._chunks(prompts):
+            ended |= self._seat(fresh[first:last], self._prefill(prompts[first:last]))
         return ended
+
+    def _chunks(self, rows: Seq[tuple[int, ...]]) -> Iterator[tuple[int, int]]:
+        """Ranges of neighbours whose padded size stays within the budget of a step (one row may exceed it alone)."""
+        first, longest = 0, 0
+        for number, row in enumerate(rows):
+            longest = max(longest, len(row))
+            if number > first and longest * (number + 1 - first) > self.options.prefill_tokens_per_step:
+                yield first, number
+                first, longest = number, len(row)
+        if rows:
+            yield first, len(rows)
 
     def _prefill(self, prompts: list[tuple[int, ...]]) -> Prefilled:
         self.prefilled_prompts += len(prompts)
@@ -238,13 +250,10 @@ class EngineCore:
             (*sequence.request.prompt_ids, *generated[:-1])
             for sequence, generated in zip(self._sequences, tokens, strict=True)
         ]
-        longest = max(map(len, texts), default=1)
-        chunk = max(1, self.options.prefill_tokens_per_step // longest)
-        for first in range(0, len(texts), chunk):
-            part = texts[first : first + chunk]
-            tokens_BL, lengths_B = _padded(part)
+        for first, last in self._chunks(texts):
+            tokens_BL, lengths_B = _padded(texts[first:last])
             kv = prefill(self.weights.params, self._config, tokens_BL, lengths_B).kv
-            self._cache.insert(kv, torch.arange(len(part)), torch.arange(first, first + len(part)))
+            self._cache.insert(kv, torch.arange(last - first), torch.arange(first, last))
 
 
 def _padded(rows: list[tuple[int, ...]]) -> tuple[Tensor, Tensor | None]:
