@@ -1,0 +1,41 @@
+"""Turns graded groups into the learner's batch: advantages per group, unknown rewards left out."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from reflux.trainer.v1 import learner_service_pb2 as pb
+from reflux_runs.config import RlConfig
+from reflux_trainer.algo.registry import ADVANTAGES
+from reflux_trainer.backlog import rewards_of
+from reflux_trainer.queue.records import Group
+
+
+def advantages_of(group: Group, config: RlConfig) -> np.ndarray:
+    """Advantages [samples]; 0 where the reward is unknown."""
+    return ADVANTAGES[config.algorithm](rewards_of(group))
+
+
+def training_batch(
+    op_id: int, model_id: str, groups: Sequence[Group], config: RlConfig
+) -> tuple[pb.ForwardBackwardRequest, list[np.ndarray]]:
+    """The request of one step and the advantages of each group."""
+    advantages = [advantages_of(group, config) for group in groups]
+    request = pb.ForwardBackwardRequest(
+        op_id=op_id,
+        model_id=model_id,
+        groups=[_prompt_group(group, values) for group, values in zip(groups, advantages, strict=True)],
+        loss=pb.LossConfig(
+            name=config.loss, clip_low=config.clip_low, clip_high=config.clip_high, aggregation="token_mean"
+        ),
+    )
+    return request, advantages
+
+
+def _prompt_group(group: Group, advantages: np.ndarray) -> pb.PromptGroup:
+    completions = [
+        pb.Completion(token_ids=sample.token_ids, behaviour_logprobs=sample.logprobs, advantage=float(advantage))
+        for sample, grade, advantage in zip(group.samples, group.grades, advantages, strict=True)
+        if grade.known and sample.token_ids
+    ]
+    return pb.PromptGroup(prompt_token_ids=group.token_ids, completions=completions)

@@ -1,0 +1,153 @@
+"""Puts one attempt's parts together: folder, task, queue, learner, fleet, and where the loop goes on."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from reflux_tasks.task import Task
+from reflux_trainer import folder
+from reflux_trainer.backlog import Backlog
+from reflux_trainer.checkpointing import Checkpoints, from_message
+from reflux_trainer.clients.generation import Generator
+from reflux_trainer.clients.verification import open_verifications
+from reflux_trainer.codec import Codec
+from reflux_trainer.consume import BatchFormer
+from reflux_trainer.control import Control
+from reflux_trainer.evaluate import Evaluator
+from reflux_trainer.issue import Issuer, Questions
+from reflux_trainer.journal import Journal
+from reflux_trainer.learner_client import LearnerClient, ModelSource
+from reflux_trainer.parts import Parts
+from reflux_trainer.peers import Peers
+from reflux_trainer.problems import evaluation_tasks, fingerprint
+from reflux_trainer.publish import Publisher
+from reflux_trainer.queue.groups import GroupQueue
+from reflux_trainer.queue.ledger import Cursor, Ledger
+from reflux_trainer.records import RunRecord
+from reflux_trainer.watchdog import Waits
+from reflux_trainer.window import Window
+
+log = logging.getLogger(__name__)
+
+
+class Assembly:
+    """What `prepare` finds is used by `assemble`; both belong to one attempt."""
+
+    def __init__(self, record: RunRecord, peers: Peers, waits: Waits, control: Control) -> None:
+        self._record = record
+        self._peers = peers
+        self._waits = waits
+        self._control = control
+        self._folder = Path(record.folder)
+        self._journal = Journal(peers.redis, record.run, self._folder)
+        self._ledger = Ledger(peers.redis, record.run, record.attempt)
+        self._queue = GroupQueue(peers.redis, record.run, record.attempt)
+        self._tasks: dict[str, Task[Any]] = {}
+        self._fingerprint = ""
+        self.model = self._folder
+        self.cursor = Cursor()
+
+    async def prepare(self) -> None:
+        """Run folder, task, cursor. Raises DatasetChanged, CheckpointsAway, Fenced, or an error of the task."""
+        await asyncio.to_thread(self._prepare_files)
+        first = Cursor()
+        if await self._ledger.cursor() == Cursor() and self._record.config.checkpoint.every_steps:
+            latest = await self._checkpoints().latest()
+            if latest is not None:
+                log.info("%s goes on from %s", self._record.run, latest.name)
+                first = from_message(latest.cursor)
+        self.cursor = await self._ledger.begin(first)
+
+    def _prepare_files(self) -> None:
+        config = self._record.config
+        self._tasks = evaluation_tasks(config, self._peers.settings.cache_folder)
+        task = next(iter(self._tasks.values()))
+        self.model = folder.prepare(config, self._folder, task)
+        self._fingerprint = fingerprint(config, task)
+
+    def _checkpoints(self) -> Checkpoints:
+        return Checkpoints(
+            self._peers.checkpoint,
+            self._ledger,
+            self._waits,
+            run=self._record.run,
+            attempt=self._record.attempt,
+            fingerprint=self._fingerprint,
+        )
+
+    @asynccontextmanager
+    async def assemble(self, tasks: asyncio.TaskGroup) -> AsyncIterator[Parts]:
+        """Yields the parts; background work runs in `tasks`."""
+        record, config, peers = self._record, self._record.config, self._peers
+        async with AsyncExitStack() as stack:
+            codec = Codec(self.model)
+            checkpoints = self._checkpoints()
+            source = ModelSource(record.run, str(self.model.resolve()), config.seed, config.fleet.transport)
+            learner = LearnerClient(
+                source, peers.settings, peers.learners, self._ledger, self._waits, checkpoints.latest
+            )
+            stack.push_async_callback(learner.close)
+            checkpoints.attach(learner, tasks)
+            window, backlog = await self._window_and_backlog()
+            task = next(iter(self._tasks.values()))
+            ahead = config.rl.groups_per_step * 2
+            issuer = Issuer(
+                record.run, self._queue, window, Questions(task, codec, ahead), self.cursor.next_prompt_index
+            )
+            verifications = await stack.enter_async_context(open_verifications(peers.sandbox, record.run))
+            stops = [] if codec.end_id is None else [codec.end_id]
+            generator = Generator(peers.gateway, record.run, max_tokens=config.rl.max_tokens, stop_token_ids=stops)
+            timeout = config.fleet.sync_timeout_seconds
+            yield Parts(
+                run=record.run,
+                config=config,
+                folder=self._folder,
+                task=task,
+                codec=codec,
+                ledger=self._ledger,
+                queue=self._queue,
+                learner=learner,
+                publisher=Publisher(learner, peers.broker, tasks, self._waits, record.run, timeout),
+                checkpoints=checkpoints,
+                evaluator=Evaluator(
+                    record.run,
+                    config,
+                    self._tasks,
+                    codec,
+                    generator,
+                    verifications,
+                    self._journal,
+                    self._waits,
+                    tasks,
+                ),
+                journal=self._journal,
+                waits=self._waits,
+                control=self._control,
+                window=window,
+                issuer=issuer,
+                batches=BatchFormer(self._queue, backlog, window, issuer, self._waits, config.rl.groups_per_step),
+            )
+
+    async def _window_and_backlog(self) -> tuple[Window, Backlog]:
+        """Window and backlog as the ledger says: open prompts of earlier attempts stay open, closed ones closed."""
+        rl, low = self._record.config.rl, self.cursor.low_water_index
+        states = {index: state for index, state in (await self._ledger.states()).items() if index >= low}
+        window = Window(max_lag=rl.max_lag, groups_per_step=rl.groups_per_step, steps_left=rl.steps - self.cursor.step)
+        closed = [index for index, state in states.items() if state not in ("issued", "emitted")]
+        window.issued(len(states) - len(closed))
+        return window, Backlog(next_index=low, groups_per_step=rl.groups_per_step, closed=closed)
+
+    async def worker_beats(self) -> dict[str, int]:
+        """Heartbeats of the rollout workers."""
+        return await self._queue.worker_beats()
+
+    def evaluated(self, step: int) -> bool:
+        """True when the evaluation behind `step` was written by an earlier attempt."""
+        return any(event["stage"] == "evaluation" and event["step"] == step for event in self._journal.events())
+
+    def events(self) -> list[dict[str, Any]]:
+        """All events of the run so far."""
+        return self._journal.events()

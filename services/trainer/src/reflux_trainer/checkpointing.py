@@ -1,0 +1,166 @@
+"""Checkpoints of a run: begin, stream the learner's state, commit with the loop's cursor, beside the loop."""
+
+import asyncio
+import logging
+from dataclasses import dataclass
+from uuid import uuid4
+
+import grpc
+
+from reflux.checkpoint.v1 import checkpoint_pb2
+from reflux.checkpoint.v1 import checkpoint_service_pb2 as pb
+from reflux.checkpoint.v1.checkpoint_service_pb2_grpc import CheckpointServiceStub
+from reflux_trainer.learner_client import LearnerClient, LearnerFailed
+from reflux_trainer.queue.ledger import Cursor, Ledger
+from reflux_trainer.watchdog import Waits
+
+log = logging.getLogger(__name__)
+
+METHODS = tuple(
+    f"reflux.checkpoint.v1.CheckpointService/{name}"
+    for name in ("BeginCheckpoint", "CommitCheckpoint", "AbortCheckpoint", "GetLatestCheckpoint")
+)
+"""Idempotent methods that the channel may repeat."""
+
+
+class DatasetChanged(ValueError):
+    """The checkpoint was made with another task, seed or split."""
+
+
+class CheckpointsAway(RuntimeError):
+    """The catalog of checkpoints does not answer, so that a start from nothing would be a guess."""
+
+
+class CutMoved(RuntimeError):
+    """The learner's state does not belong to the cursor, so the two cannot be one checkpoint."""
+
+
+@dataclass(frozen=True)
+class _Due:
+    cursor: Cursor
+    version: int
+    epoch: int
+
+
+class Checkpoints:
+    """Writes checkpoints in the background. A failed one is reported and training goes on; the operation log stays."""
+
+    def __init__(
+        self,
+        stub: CheckpointServiceStub,
+        ledger: Ledger,
+        waits: Waits,
+        *,
+        run: str,
+        attempt: int,
+        fingerprint: str,
+    ) -> None:
+        self._stub = stub
+        self._learner: LearnerClient | None = None
+        self._tasks: asyncio.TaskGroup | None = None
+        self._ledger = ledger
+        self._waits = waits
+        self._run = run
+        self._attempt = attempt
+        self._fingerprint = fingerprint
+        self._saved: asyncio.Event = asyncio.Event()
+        self._saved.set()
+        self._running: asyncio.Task[None] | None = None
+        self.failures: list[str] = []
+        self.committed: list[str] = []
+
+    def attach(self, learner: LearnerClient, tasks: asyncio.TaskGroup) -> None:
+        """Gives it what writing needs; reading needs neither."""
+        self._learner, self._tasks = learner, tasks
+
+    async def latest(self) -> checkpoint_pb2.Checkpoint | None:
+        """The newest intact checkpoint. Raises DatasetChanged or CheckpointsAway."""
+        request = pb.GetLatestCheckpointRequest(run=self._run)
+        try:
+            checkpoint = (await self._stub.GetLatestCheckpoint(request, timeout=30.0, wait_for_ready=True)).checkpoint
+        except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.NOT_FOUND:
+                return None
+            raise CheckpointsAway(f"the checkpoint service answered {error.code().name}: {error.details()}") from None
+        found = checkpoint.cursor.dataset_fingerprint
+        if found and found != self._fingerprint:
+            raise DatasetChanged(
+                f"{checkpoint.name} was made with another task, seed or split (fingerprint {found}, this run has "
+                f"{self._fingerprint}): resume with the configuration of that run"
+            )
+        return checkpoint
+
+    async def start(self, cursor: Cursor, version: int, epoch: int) -> None:
+        """Begins a checkpoint of the state behind `cursor`; an earlier one ends first."""
+        await self.finished()
+        assert self._tasks is not None
+        self._saved.clear()
+        self._running = self._tasks.create_task(self._write(_Due(cursor, version, epoch)), name="checkpoint")
+
+    async def settled(self) -> None:
+        """Returns when the learner may take operations again: the state that is being written is out of its hands."""
+        if not self._saved.is_set():
+            with self._waits.on("checkpoint", "the learner to stream its state to the object store"):
+                await self._saved.wait()
+
+    async def finished(self) -> None:
+        """Returns when no checkpoint is under way."""
+        if self._running is not None and not self._running.done():
+            with self._waits.on("checkpoint", "the checkpoint service to commit"):
+                await asyncio.wait([self._running])
+
+    async def _write(self, due: _Due) -> None:
+        try:
+            begin = pb.BeginCheckpointRequest(
+                request_id=str(uuid4()), run=self._run, step=due.version, attempt=self._attempt
+            )
+            begun = await self._stub.BeginCheckpoint(begin, timeout=30.0)
+            await self._save_and_commit(begun, due)
+        except (grpc.aio.AioRpcError, LearnerFailed, CutMoved) as error:
+            text = error.details() if isinstance(error, grpc.aio.AioRpcError) else str(error)
+            self.failures.append(f"step {due.cursor.step}: {text}")
+            log.error("checkpoint at version %d failed, training goes on: %s", due.version, text)
+        finally:
+            self._saved.set()
+
+    async def _save_and_commit(self, begun: pb.BeginCheckpointResponse, due: _Due) -> None:
+        assert self._learner is not None
+        saved = await self._learner.save_state(begun.store_url, begun.prefix)
+        self._saved.set()
+        if saved.op_id != due.cursor.op_id:
+            await self._stub.AbortCheckpoint(pb.AbortCheckpointRequest(name=begun.checkpoint.name), timeout=30.0)
+            raise CutMoved(f"the state is behind operation {saved.op_id}, not {due.cursor.op_id}")
+        cursor = to_message(due.cursor, due.version, due.epoch, self._fingerprint)
+        commit = pb.CommitCheckpointRequest(name=begun.checkpoint.name, objects=saved.objects, cursor=cursor)
+        await self._stub.CommitCheckpoint(commit, timeout=120.0)
+        self.committed.append(begun.checkpoint.name)
+        await self._ledger.trim(saved.op_id)
+        log.info("committed %s at version %d", begun.checkpoint.name, due.version)
+
+
+def to_message(cursor: Cursor, version: int, epoch: int, fingerprint: str) -> checkpoint_pb2.LoopCursor:
+    """The cut as it is stored: batches are consumed in order, so that everything below `low_water_index` is closed."""
+    return checkpoint_pb2.LoopCursor(
+        step=cursor.step,
+        warmup_step=cursor.warmup_step,
+        version=version,
+        epoch=epoch,
+        next_prompt_index=cursor.next_prompt_index,
+        low_water_index=cursor.low_water_index,
+        op_id=cursor.op_id,
+        dataset_fingerprint=fingerprint,
+    )
+
+
+def from_message(message: checkpoint_pb2.LoopCursor) -> Cursor:
+    """The first cursor of a run that goes on from a checkpoint on an empty Redis: prompts of the cut are closed."""
+    return Cursor(
+        step=message.step,
+        warmup_step=message.warmup_step,
+        op_id=message.op_id,
+        next_prompt_index=message.low_water_index,
+        low_water_index=message.low_water_index,
+        base_index=message.low_water_index,
+        base_step=message.step,
+        trimmed_op_id=message.op_id,
+    )

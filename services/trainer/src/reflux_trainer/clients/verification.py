@@ -1,0 +1,121 @@
+"""Durable verification jobs as awaitable results: one watch stream for all, polls where it cannot be trusted."""
+
+import asyncio
+import json
+import logging
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+from uuid import NAMESPACE_OID, uuid5
+
+import grpc
+
+from reflux.sandbox.v1 import sandbox_service_pb2 as pb
+from reflux.sandbox.v1 import verification_pb2
+from reflux.sandbox.v1.sandbox_service_pb2_grpc import SandboxServiceStub
+from reflux_kit.telemetry import traceparent
+from reflux_trainer.clients.retry import patiently
+from reflux_trainer.queue.records import Grade
+
+log = logging.getLogger(__name__)
+Job = verification_pb2.Verification
+_POLL_SECONDS = 3.0
+_MAX_EARLY = 1024
+_RECONNECT_SECONDS = 0.3
+
+
+class Verifications:
+    """Grades answers of one run in the sandbox. Use it inside `open_verifications`."""
+
+    def __init__(self, stub: SandboxServiceStub, run: str) -> None:
+        self._stub = stub
+        self._run = run
+        self._waiting: dict[str, asyncio.Future[Job]] = {}
+        self._early: OrderedDict[str, Job] = OrderedDict()
+        """Jobs whose end was streamed before CreateVerification returned."""
+
+    async def grade(
+        self, key: str, verifier: str, truth: dict[str, Any], answers: Sequence[str], *, seconds: float
+    ) -> list[Grade]:
+        """Grades of `answers` to one problem, as one job. Raises PeerAway or Refused.
+
+        `key` names the job inside the run: asking again, from any process, finds the same job.
+        """
+        request = pb.CreateVerificationRequest(
+            request_id=str(uuid5(NAMESPACE_OID, f"{self._run}/{key}")),
+            verifier=verifier,
+            payload=json.dumps(truth, sort_keys=True, separators=(",", ":")).encode(),
+            answers=answers,
+            deadline_seconds=seconds,
+            run=self._run,
+            traceparent=traceparent(),
+        )
+        created = await patiently(
+            "the sandbox", seconds, lambda left: self._stub.CreateVerification(request, timeout=min(left, 30.0))
+        )
+        job = created.verification
+        if job.state != Job.STATE_ENDED:
+            job = await self._ended(job.name, seconds)
+        return [_grade(grade) for grade in job.grades]
+
+    async def _ended(self, name: str, seconds: float) -> Job:
+        if name in self._early:
+            return self._early.pop(name)
+        future = self._waiting.setdefault(name, asyncio.get_running_loop().create_future())
+        try:
+            while True:
+                # The stream tells at once; the poll covers jobs that ended before it was there or while it was broken.
+                done, _ = await asyncio.wait([future], timeout=_POLL_SECONDS)
+                if done:
+                    return future.result()
+                answer = await patiently(
+                    "the sandbox",
+                    seconds + 30.0,
+                    lambda left: self._stub.GetVerification(
+                        pb.GetVerificationRequest(name=name), timeout=min(left, 10.0)
+                    ),
+                )
+                if answer.verification.state == Job.STATE_ENDED:
+                    return answer.verification
+        finally:
+            self._waiting.pop(name, None)
+
+    async def watch(self) -> None:
+        """Follows the run's jobs until it is cancelled; a broken stream goes on where it broke."""
+        token = ""
+        while True:
+            try:
+                request = pb.WatchVerificationsRequest(run=self._run, resume_token=token)
+                async for event in self._stub.WatchVerifications(request):
+                    token = event.resume_token
+                    self._deliver(event.verification)
+            except grpc.aio.AioRpcError as error:
+                log.info("the sandbox's stream broke (%s), opening it again", error.code().name)
+            await asyncio.sleep(_RECONNECT_SECONDS)
+
+    def _deliver(self, job: Job) -> None:
+        future = self._waiting.get(job.name)
+        if future is None:
+            self._early[job.name] = job
+            if len(self._early) > _MAX_EARLY:
+                self._early.popitem(last=False)
+        elif not future.done():
+            future.set_result(job)
+
+
+@asynccontextmanager
+async def open_verifications(stub: SandboxServiceStub, run: str) -> AsyncIterator[Verifications]:
+    """Yields a client whose watch stream runs until the block ends."""
+    verifications = Verifications(stub, run)
+    watching = asyncio.create_task(verifications.watch(), name="watch verifications")
+    try:
+        yield verifications
+    finally:
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
+
+
+def _grade(grade: verification_pb2.Grade) -> Grade:
+    outcome = verification_pb2.Grade.Outcome.Name(grade.outcome).removeprefix("OUTCOME_").lower()
+    return Grade(outcome, grade.reward, {figure.name: figure.value for figure in grade.figures}, grade.message)

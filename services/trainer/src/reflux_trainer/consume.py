@@ -1,0 +1,81 @@
+"""Waits for the groups of the next batch; groups that teach nothing are closed and refilled on the way."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from reflux_trainer.backlog import Backlog
+from reflux_trainer.issue import Issuer
+from reflux_trainer.queue.groups import Arrival, Closing, GroupQueue
+from reflux_trainer.queue.records import Group
+from reflux_trainer.watchdog import Waits
+from reflux_trainer.window import Window
+
+_BLOCK_MS = 1000
+MAX_DROPPED_BATCHES = 20
+"""Batches' worth of dropped groups in a row after which a run counts as unable to learn."""
+
+
+class NothingToLearn(RuntimeError):
+    """Group after group was dropped; the message says for which reasons."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One step's groups in the order of their indices, and what was dropped while it was formed."""
+
+    groups: Sequence[Group]
+    dropped: Sequence[tuple[Arrival, Closing]]
+    low_water_index: int
+    """First index behind the batch."""
+
+    @property
+    def finished(self) -> list[Group]:
+        """All groups with samples, dropped ones included."""
+        return [*self.groups, *(arrival for arrival, _ in self.dropped if isinstance(arrival, Group))]
+
+
+class BatchFormer:
+    """Turns arrivals into batches."""
+
+    def __init__(
+        self, queue: GroupQueue, backlog: Backlog, window: Window, issuer: Issuer, waits: Waits, groups_per_step: int
+    ) -> None:
+        self._queue = queue
+        self._backlog = backlog
+        self._window = window
+        self._issuer = issuer
+        self._waits = waits
+        self._limit = MAX_DROPPED_BATCHES * groups_per_step
+
+    async def form(self) -> Batch:
+        """The next full batch. Raises NothingToLearn."""
+        dropped: list[tuple[Arrival, Closing]] = []
+        while True:
+            dropped += await self._advance()
+            if self._backlog.full:
+                return Batch(self._backlog.take(), dropped, self._backlog.next_index)
+            if len(dropped) > self._limit:
+                reasons = ", ".join(f"{count} {why}" for why, count in Counter(why for _, why in dropped).items())
+                raise NothingToLearn(
+                    f"{len(dropped)} groups in a row were dropped ({reasons}): rewards of a group never differ, or are "
+                    "never known; check the verifier, the warm-up and the sampling temperature"
+                )
+            await self._receive()
+
+    async def _advance(self) -> list[tuple[Arrival, Closing]]:
+        dropped = self._backlog.advance()
+        if dropped:
+            await self._queue.close(dropped)
+            self._window.dropped(len(dropped))
+            await self._issuer.fill()
+        return dropped
+
+    async def _receive(self) -> None:
+        party = f"the rollout workers to finish prompt {self._backlog.next_index}"
+        arrivals: list[Arrival] = []
+        with self._waits.on("wait_rollout", party):
+            while not arrivals:
+                arrivals = await self._queue.read(_BLOCK_MS)
+        for arrival in arrivals:
+            self._backlog.add(arrival)

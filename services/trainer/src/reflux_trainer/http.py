@@ -1,0 +1,162 @@
+"""The trainer's HTTP face: /v1/runs as JSON and server-sent events, and a plain page for people."""
+
+import json
+from collections.abc import Awaitable, Callable
+from importlib import resources
+from uuid import uuid4
+
+from aiohttp import web
+from redis.exceptions import RedisError
+
+from reflux_kit import auth
+from reflux_kit.errors import ServiceError, Unavailable
+from reflux_runs.errors import ConfigError
+from reflux_runs.load import load_document
+from reflux_trainer.messages import parse_run_id, refused, run_json
+from reflux_trainer.records import RunRecord
+from reflux_trainer.store import RunStore
+from reflux_trainer.supervisor import Supervisor
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+_OPEN_PATHS = ("/", "/healthz", "/metrics")
+_MAX_BODY_BYTES = 1 << 20
+_STATUS = {
+    "INVALID_REQUEST": 400,
+    "UNAUTHENTICATED": 401,
+    "NOT_FOUND": 404,
+    "WRONG_STATE": 409,
+    "CONFLICT": 409,
+    "UNAVAILABLE": 503,
+    "DEADLINE_PASSED": 504,
+}
+_SUPERVISOR = web.AppKey("supervisor", Supervisor)
+_STORE = web.AppKey("store", RunStore)
+
+
+def application(supervisor: Supervisor, store: RunStore, stack_secret: str) -> web.Application:
+    """The routes; everything but page, health and metrics needs the stack's token once there is a secret."""
+    app = web.Application(middlewares=[_guard(stack_secret)], client_max_size=_MAX_BODY_BYTES)
+    app[_SUPERVISOR], app[_STORE] = supervisor, store
+    app.router.add_get("/", _page)
+    app.router.add_post("/v1/runs", _create)
+    app.router.add_get("/v1/runs", _list)
+    app.router.add_get("/v1/runs/{run}", _get)
+    app.router.add_get("/v1/runs/{run}/events", _events)
+    for verb in ("pause", "resume", "cancel"):
+        app.router.add_post(f"/v1/runs/{{run}}/{verb}", _verb(verb))
+    return app
+
+
+def _guard(stack_secret: str) -> Callable[[web.Request, Handler], Awaitable[web.StreamResponse]]:
+    @web.middleware
+    async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
+        try:
+            if stack_secret and request.path not in _OPEN_PATHS:
+                auth.from_header(stack_secret, request.headers.get("Authorization"))
+            return await handler(request)
+        except web.HTTPException as error:
+            if error.status < 400:
+                raise
+            return _error(error.status, "HTTP_ERROR", f"{request.method} {request.path}: {error.reason}", {})
+        except ConfigError as error:
+            known = refused(error)
+            return _error(400, known.reason, str(known), known.metadata)
+        except ServiceError as error:
+            return _error(_STATUS.get(error.reason, 500), error.reason, str(error), error.metadata)
+        except RedisError as error:
+            away = Unavailable(f"Redis does not answer ({type(error).__name__})")
+            return _error(503, away.reason, str(away), {})
+
+    return guard
+
+
+def _error(status: int, reason: str, message: str, metadata: dict[str, str]) -> web.Response:
+    body = {"error": {"reason": reason, "message": message, **metadata}}
+    headers = {"WWW-Authenticate": "Bearer"} if status == 401 else None
+    return web.json_response(body, status=status, headers=headers)
+
+
+async def _page(_request: web.Request) -> web.Response:
+    text = resources.files("reflux_trainer").joinpath("dashboard.html").read_text()
+    return web.Response(text=text, content_type="text/html")
+
+
+async def _create(request: web.Request) -> web.Response:
+    document = await _body(request)
+    request_id = str(document.pop("request_id", "") or uuid4())
+    resume_run = str(document.pop("resume_run", ""))
+    config = document.pop("config", None)
+    if document or not (config is None or isinstance(config, dict)):
+        key = next(iter(document), "config")
+        return _error(
+            400, "INVALID_REQUEST", f'{key}: send {{"config": {{...}}}} with the keys of a run file', {"field": key}
+        )
+    parsed = load_document(config) if config is not None else None
+    supervisor = request.app[_SUPERVISOR]
+    if resume_run:
+        record = await supervisor.resume(parse_run_id(resume_run, "resume_run"), parsed)
+    elif parsed is None:
+        return _error(400, "INVALID_REQUEST", "config is missing; an empty object is the recipe", {"field": "config"})
+    else:
+        record = await supervisor.create(parsed, request_id)
+    return await _run_response(request, record, status=201)
+
+
+async def _body(request: web.Request) -> dict[str, object]:
+    try:
+        document = await request.json()
+    except ValueError:
+        document = None
+    if not isinstance(document, dict):
+        raise web.HTTPBadRequest(reason="the body must be a JSON object")
+    return document
+
+
+async def _list(request: web.Request) -> web.Response:
+    store = request.app[_STORE]
+    size, before = (_count(request, name, default) for name, default in (("page_size", 100), ("page_token", 0)))
+    records, following = await store.page(min(size or 100, 500), before)
+    runs = [run_json(record, await store.step(record.run)) for record in records]
+    return web.json_response({"runs": runs, "next_page_token": str(following) if following else ""})
+
+
+def _count(request: web.Request, name: str, default: int) -> int:
+    text = request.query.get(name, "")
+    if text and not (text.isascii() and text.isdigit() and len(text) < 10):
+        raise web.HTTPBadRequest(reason=f"{name} must be a number")
+    return int(text or default)
+
+
+async def _get(request: web.Request) -> web.Response:
+    return await _run_response(request, await request.app[_STORE].get(_run(request)))
+
+
+async def _events(request: web.Request) -> web.StreamResponse:
+    store, run = request.app[_STORE], _run(request)
+    await store.get(run)
+    token = request.headers.get("Last-Event-ID", request.query.get("resume_token", ""))
+    if token and not token.replace("-", "", 1).isdigit():
+        raise web.HTTPBadRequest(reason="Last-Event-ID is not one of ours")
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-store"})
+    await response.prepare(request)
+    async for watched in store.watch(run, token):
+        body = vars(watched.event) | {"state": watched.record.shown_state, "message": watched.record.message}
+        await response.write(f"id: {watched.token}\ndata: {json.dumps(body)}\n\n".encode())
+    await response.write_eof()
+    return response
+
+
+def _verb(name: str) -> Handler:
+    async def handle(request: web.Request) -> web.Response:
+        act = getattr(request.app[_SUPERVISOR], name)
+        return await _run_response(request, await act(_run(request)))
+
+    return handle
+
+
+def _run(request: web.Request) -> str:
+    return parse_run_id(request.match_info["run"], "run")
+
+
+async def _run_response(request: web.Request, record: RunRecord, status: int = 200) -> web.Response:
+    return web.json_response(run_json(record, await request.app[_STORE].step(record.run)), status=status)

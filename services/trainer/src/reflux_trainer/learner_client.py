@@ -1,0 +1,178 @@
+"""The learner as the loop sees it: calls that survive the death of the process by load and replay."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import TypeVar
+from uuid import uuid4
+
+import grpc
+
+from reflux.checkpoint.v1 import checkpoint_pb2
+from reflux.trainer.v1 import learner_service_pb2 as pb
+from reflux.trainer.v1.learner_service_pb2_grpc import LearnerServiceStub
+from reflux_kit.channel import open_channel
+from reflux_kit.errors import reason_of
+from reflux_kit.settings import ServiceSettings
+from reflux_trainer import oplog
+from reflux_trainer.learners import LearnerEntry, LearnerRegistry
+from reflux_trainer.queue.ledger import Ledger
+from reflux_trainer.watchdog import Waits
+
+log = logging.getLogger(__name__)
+Answer = TypeVar("Answer")
+
+_LOST = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+_STATUS_SECONDS = 5.0
+_LOAD_SECONDS = 300.0
+
+
+class LearnerFailed(RuntimeError):
+    """The learner refused a call; the text is its own. `transient` when it lacked a peer that may come back."""
+
+    def __init__(self, error: grpc.aio.AioRpcError) -> None:
+        super().__init__(f"{error.details()} ({reason_of(error) or error.code().name})")
+        self.transient = error.code() is grpc.StatusCode.UNAVAILABLE
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """How to make the model from nothing."""
+
+    model_id: str
+    folder: str
+    seed: int
+    transport: str
+
+
+class LearnerClient:
+    """Calls the learner of one run. When the process is gone, its successor is brought to the same state first."""
+
+    def __init__(
+        self,
+        source: ModelSource,
+        settings: ServiceSettings,
+        registry: LearnerRegistry,
+        ledger: Ledger,
+        waits: Waits,
+        latest_checkpoint: Callable[[], Awaitable[checkpoint_pb2.Checkpoint | None]],
+    ) -> None:
+        self._source = source
+        self._settings = settings
+        self._registry = registry
+        self._ledger = ledger
+        self._waits = waits
+        self._latest_checkpoint = latest_checkpoint
+        self._lock = asyncio.Lock()
+        self._entry: LearnerEntry | None = None
+        self._channel: grpc.aio.Channel | None = None
+        self._stub: LearnerServiceStub | None = None
+        self.op_id = 0
+        """Last operation that the learner has acknowledged."""
+        self.version = 0
+        self.recoveries = 0
+
+    async def close(self) -> None:
+        """Closes the channel."""
+        if self._channel is not None:
+            await self._channel.close()
+
+    async def restore(self, op_id: int) -> None:
+        """Brings the present learner to `op_id`: load or create, then replay. Waits as long as it takes."""
+        async with self._lock:
+            with self._waits.on("learner", "the learner to be up and at its last operation"):
+                while not await self._try_restore(op_id):
+                    await self._registry.changed(0.5)
+        self.op_id = op_id
+
+    async def forward_backward(self, request: pb.ForwardBackwardRequest) -> pb.ForwardBackwardResponse:
+        """Adds gradients of a logged batch."""
+        with self._waits.on("train", "the learner's ForwardBackward"):
+            answer = await self._call(lambda stub: stub.ForwardBackward(request, timeout=oplog.COMPUTE_SECONDS))
+        self.op_id = request.op_id
+        return answer
+
+    async def optim_step(self, request: pb.OptimStepRequest) -> pb.OptimStepResponse:
+        """Applies the gradients of a logged step."""
+        with self._waits.on("train", "the learner's OptimStep"):
+            answer = await self._call(lambda stub: stub.OptimStep(request, timeout=oplog.COMPUTE_SECONDS))
+        self.op_id = request.op_id
+        self.version = answer.version
+        return answer
+
+    async def publish(self, sync_timeout_seconds: float) -> pb.PublishWeightsResponse:
+        """Distributes the present weights. Raises LearnerFailed with the receiver's text."""
+        request = pb.PublishWeightsRequest(
+            request_id=str(uuid4()),
+            model_id=self._source.model_id,
+            sync_timeout_seconds=sync_timeout_seconds,
+            min_replicas=1,
+        )
+        return await self._call(lambda stub: stub.PublishWeights(request, timeout=sync_timeout_seconds + 10.0))
+
+    async def save_state(self, store_url: str, prefix: str) -> pb.SaveStateResponse:
+        """Streams the state to the object store; the caller sends no operation meanwhile."""
+        request = pb.SaveStateRequest(model_id=self._source.model_id, store_url=store_url, prefix=prefix)
+        return await self._call(lambda stub: stub.SaveState(request, timeout=_LOAD_SECONDS))
+
+    async def _call(self, send: Callable[[LearnerServiceStub], Awaitable[Answer]]) -> Answer:
+        while True:
+            entry = self._entry
+            try:
+                assert self._stub is not None
+                return await send(self._stub)
+            except grpc.aio.AioRpcError as error:
+                # A status with a reason was sent by a living learner, for example because the broker is away.
+                broken = error.code() in _LOST and not reason_of(error)
+                if not broken and entry == self._registry.get(self._source.model_id):
+                    raise LearnerFailed(error) from None
+                log.warning("the learner of %s is gone (%s), waiting for it", self._source.model_id, error.code().name)
+                self.recoveries += 1
+                await self.restore(self.op_id)
+
+    async def _try_restore(self, op_id: int) -> bool:
+        entry = self._registry.get(self._source.model_id)
+        if entry is None:
+            return False
+        try:
+            await self._connect(entry)
+            assert self._stub is not None
+            status = await self._stub.GetLearner(pb.GetLearnerRequest(), timeout=_STATUS_SECONDS)
+            at = status.op_id if status.model_id == self._source.model_id else await self._load(self._stub)
+            if at < op_id:
+                log.info("replaying operations %d to %d of %s", at + 1, op_id, self._source.model_id)
+                await oplog.replay(self._stub, await self._ledger.operations(at, op_id))
+            self.version = (await self._stub.GetLearner(pb.GetLearnerRequest(), timeout=_STATUS_SECONDS)).version
+        except grpc.aio.AioRpcError as error:
+            if error.code() in (*_LOST, grpc.StatusCode.DEADLINE_EXCEEDED):
+                return False
+            raise LearnerFailed(error) from None
+        return True
+
+    async def _load(self, stub: LearnerServiceStub) -> int:
+        source, checkpoint = self._source, await self._latest_checkpoint()
+        if checkpoint is None:
+            request = pb.CreateModelRequest(
+                model_id=source.model_id, path=source.folder, seed=source.seed, transport=source.transport
+            )
+            await stub.CreateModel(request, timeout=_LOAD_SECONDS)
+            return 0
+        log.info("loading %s", checkpoint.name)
+        loading = pb.LoadStateRequest(
+            model_id=source.model_id,
+            path=source.folder,
+            store_url=checkpoint.store_url,
+            objects=checkpoint.objects,
+            transport=source.transport,
+            seed=source.seed,
+        )
+        return (await stub.LoadState(loading, timeout=_LOAD_SECONDS)).op_id
+
+    async def _connect(self, entry: LearnerEntry) -> None:
+        if entry == self._entry:
+            return
+        await self.close()
+        self._entry = entry
+        self._channel = open_channel(entry.address, self._settings, subject="trainer")
+        self._stub = LearnerServiceStub(self._channel)

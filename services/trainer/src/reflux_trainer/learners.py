@@ -1,0 +1,50 @@
+"""Which learner process serves which run: announced by the learners every few seconds, kept in memory."""
+
+import asyncio
+import time
+from dataclasses import dataclass
+
+HEARTBEAT_SECONDS = 2.0
+
+
+@dataclass(frozen=True)
+class LearnerEntry:
+    """One announced learner process."""
+
+    address: str
+    incarnation: str
+    """Random id of the process: a new one has an empty memory."""
+
+
+class LearnerRegistry:
+    """Last announcement per run. A restarted trainer hears from all learners within one heartbeat."""
+
+    def __init__(self) -> None:
+        self._entries: dict[str, LearnerEntry] = {}
+        self._heard: dict[str, float] = {}
+        self._changed = asyncio.Event()
+
+    def announce(self, run: str, entry: LearnerEntry) -> None:
+        """Stores an announcement."""
+        self._heard[run] = time.monotonic()
+        if self._entries.get(run) != entry:
+            self._entries[run] = entry
+            self._changed.set()
+            self._changed = asyncio.Event()
+
+    def get(self, run: str) -> LearnerEntry | None:
+        """The last announced learner of `run`."""
+        return self._entries.get(run)
+
+    async def changed(self, timeout_seconds: float) -> None:
+        """Returns when any run has a new learner, or after the timeout."""
+        try:
+            async with asyncio.timeout(timeout_seconds):
+                await self._changed.wait()
+        except TimeoutError:
+            return
+
+    def forget(self, run: str) -> None:
+        """Drops the learner of an ended run."""
+        self._entries.pop(run, None)
+        self._heard.pop(run, None)

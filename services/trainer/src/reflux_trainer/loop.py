@@ -1,0 +1,44 @@
+"""The loop: form a batch, log it, train on it, publish the new version while the next batch is being rolled out."""
+
+from reflux_trainer.advantages import training_batch
+from reflux_trainer.parts import Parts
+from reflux_trainer.queue.ledger import Cursor
+from reflux_trainer.steps import StepLog, decide, due, optimizer_request
+
+
+async def train(parts: Parts, cursor: Cursor) -> Cursor:
+    """Reinforcement learning from `cursor` to the last step; every error leaves as an exception."""
+    rl, log = parts.config.rl, StepLog(parts)
+    await parts.issuer.fill()
+    while cursor.step < rl.steps:
+        await parts.control.gate(parts.waits)
+        if rl.max_lag == 0:
+            await parts.publisher.settled()
+        batch = await parts.batches.form()
+        log.check_lag(batch)
+        await parts.checkpoints.settled()
+
+        request, advantages = training_batch(cursor.op_id + 1, parts.run, batch.groups, rl)
+        step = optimizer_request(parts, cursor)
+        cursor = await decide(parts, cursor, batch, request, step)
+        forward = await parts.learner.forward_backward(request)
+        await parts.publisher.settled()
+        optim = await parts.learner.optim_step(step)
+        log.check_applied(optim)
+
+        async def committed(version: int, trained: int = len(batch.groups)) -> None:
+            parts.issuer.version = version
+            parts.window.released(trained)
+            await parts.issuer.fill()
+
+        parts.publisher.start(committed)
+        if due(cursor.step, parts.config.checkpoint.every_steps, rl.steps):
+            await parts.checkpoints.start(cursor, optim.version, log.epoch)
+        await log.write(cursor, batch, advantages, forward, optim)
+        if due(cursor.step, parts.config.evaluation.every_steps, rl.steps - 1):
+            await parts.publisher.settled()
+            await parts.evaluator.intermediate(cursor.step, optim.version)
+        log.begin()
+    await parts.publisher.settled()
+    await parts.checkpoints.finished()
+    return cursor

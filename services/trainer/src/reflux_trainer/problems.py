@@ -1,0 +1,89 @@
+"""Problems of a run's task as token ids and payloads; what a run's configuration means to its task."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from reflux_runs.config import RunConfig
+from reflux_runs.preflight import Catalog
+from reflux_tasks.options import InvalidOption
+from reflux_tasks.registry import create_task, task_names
+from reflux_tasks.task import Split, Task
+
+EVALUATION_SETS: Mapping[str, Mapping[str, Any]] = {
+    "held": {},
+    "one_phase": {"heldout_mixtures": 0.0},
+    "two_phases": {"heldout_mixtures": 1.0},
+}
+"""Held-out sets by name: options on top of the run's; a task without such an option has the main set only."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """One problem, ready for model and verifier."""
+
+    index: int
+    prompt_text: str
+    answer_text: str
+    """The right answer with its end word."""
+    truth: dict[str, Any]
+
+
+def task_options(config: RunConfig) -> dict[str, Any]:
+    """Options of the task that the run file sets; everything else is the task's own default."""
+    options: dict[str, Any] = {}
+    if config.task.mixture_fraction is not None:
+        options |= {"train_mixtures": config.task.mixture_fraction, "heldout_mixtures": config.task.mixture_fraction}
+    if config.warmup.mixture_fraction is not None:
+        options["warmup_mixtures"] = config.warmup.mixture_fraction
+    if config.task.peaks_hidden:
+        options["peaks_hidden"] = True
+    return options
+
+
+def open_task(config: RunConfig, cache_dir: Path, changes: Mapping[str, Any] | None = None) -> Task[Any]:
+    """The task of a run. Raises UnknownTask or InvalidOption."""
+    return create_task(config.task.name, config.seed, cache_dir, task_options(config) | dict(changes or {}))
+
+
+def evaluation_tasks(config: RunConfig, cache_dir: Path) -> dict[str, Task[Any]]:
+    """The held-out sets that the task knows, the main one first."""
+    tasks: dict[str, Task[Any]] = {}
+    for name, changes in EVALUATION_SETS.items():
+        try:
+            tasks[name] = open_task(config, cache_dir, changes)
+        except InvalidOption:
+            if not changes:
+                raise
+    return tasks
+
+
+def question(task: Task[Any], split: Split, index: int) -> Question:
+    """Problem `index` of a split."""
+    problem = task.problem(split, index)
+    return Question(index, task.prompt_text(problem), " ".join(task.answer_words(problem)), task.truth(problem))
+
+
+def fingerprint(config: RunConfig, task: Task[Any]) -> str:
+    """Hash of task, options, seed and split: a checkpoint of another one is refused."""
+    document = {"task": config.task.name, "seed": config.seed, "split": task.split_record()}
+    return hashlib.blake2b(json.dumps(document, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+def sampling_seed(run_seed: int, index: int) -> int:
+    """Seed of one prompt's samples: a function of the run's seed and the prompt, the same after any crash."""
+    digest = hashlib.blake2b(f"{run_seed}/{index}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest) >> 1
+
+
+def catalog(config: RunConfig, cache_dir: Path) -> Catalog:
+    """What is installed here, with the verifiers and prompt length of the run's task when it is known."""
+    names = task_names()
+    if config.task.name not in names:
+        return Catalog(tasks=names)
+    task = open_task(config, cache_dir)
+    prompt = task.prompt_words(task.problem("train", 0))
+    return Catalog(tasks=names, verifiers={task.name: sorted(task.verifiers)}, prompt_tokens={task.name: len(prompt)})

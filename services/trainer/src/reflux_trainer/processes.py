@@ -1,0 +1,155 @@
+"""The processes of one run: a job at the scheduler, followed to its end, and the fleet's readiness at the gateway."""
+
+import asyncio
+import logging
+import time
+from pathlib import Path
+from uuid import NAMESPACE_OID, uuid5
+
+import grpc
+
+from reflux.common.v1 import common_pb2
+from reflux.inference_gateway.v1 import inference_gateway_service_pb2 as gateway_pb
+from reflux.inference_gateway.v1 import replica_pb2
+from reflux.scheduler.v1 import job_pb2
+from reflux.scheduler.v1 import scheduler_service_pb2 as pb
+from reflux_kit import auth
+from reflux_runs.config import RunConfig
+from reflux_trainer.peers import Peers
+from reflux_trainer.watchdog import Waits
+
+log = logging.getLogger(__name__)
+MAX_RESTARTS = 5
+_CPUS = {"learner": 0.25, "engine": 0.25, "rollout": 0.1}
+_MODULES = {
+    "learner": "reflux_trainer.learner.main",
+    "engine": "reflux_inference_gateway.engine.main",
+    "rollout": "reflux_trainer.rollout.main",
+}
+_ENDED = (job_pb2.Job.STATE_FAILED, job_pb2.Job.STATE_CANCELLED, job_pb2.Job.STATE_SUCCEEDED)
+_RECONNECT_SECONDS = 0.5
+_POLL_SECONDS = 0.2
+
+
+class JobEnded(RuntimeError):
+    """The scheduler gave the run's job up, or it ended by itself."""
+
+
+class StartTimedOut(TimeoutError):
+    """The run's processes were not there in time; the message says which and what the scheduler says."""
+
+
+class RunProcesses:
+    """Job and fleet of one run."""
+
+    def __init__(self, run: str, attempt: int, config: RunConfig, model_folder: Path, peers: Peers) -> None:
+        self._run = run
+        self._attempt = attempt
+        self._config = config
+        self._model_folder = model_folder
+        self._peers = peers
+        self.job = ""
+
+    async def start(self, known_job: str) -> str:
+        """Takes over the job of an earlier attempt when it still runs, or creates one; returns its name."""
+        self.job = known_job if known_job and await self._alive(known_job) else await self._create()
+        return self.job
+
+    async def _alive(self, job: str) -> bool:
+        try:
+            answer = await self._peers.scheduler.GetJob(pb.GetJobRequest(name=job), timeout=10.0, wait_for_ready=True)
+        except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.NOT_FOUND:
+                return False
+            raise
+        return answer.job.state not in _ENDED
+
+    async def _create(self) -> str:
+        fleet = self._config.fleet
+        counts = {"learner": 1, "engine": fleet.engines, "rollout": fleet.rollout_workers}
+        request = pb.CreateJobRequest(
+            request_id=str(uuid5(NAMESPACE_OID, f"{self._run}/{self._attempt}")),
+            display_name=self._run,
+            roles=[self._role(role, count) for role, count in counts.items()],
+        )
+        answer = await self._peers.scheduler.CreateJob(request, timeout=30.0, wait_for_ready=True)
+        if answer.job.state == job_pb2.Job.STATE_FAILED:
+            raise JobEnded(f"the scheduler cannot place the run: {answer.job.message}")
+        return answer.job.name
+
+    def _role(self, role: str, count: int) -> job_pb2.RoleSpec:
+        settings = self._peers.settings
+        environment = {
+            "REFLUX_RUN": self._run,
+            "REFLUX_ENGINE_MODEL": str(self._model_folder.resolve()),
+            "REFLUX_ENGINE_MODEL_ID": self._run,
+            "REFLUX_TRANSPORT": self._config.fleet.transport,
+        }
+        if settings.stack_secret:
+            environment["REFLUX_TOKEN"] = auth.mint(settings.stack_secret, role, self._run)
+        return job_pb2.RoleSpec(
+            role=role,
+            count=count,
+            resources=common_pb2.Resources(cpus=_CPUS[role]),
+            argv=["python", "-m", _MODULES[role]],
+            environment=[job_pb2.EnvironmentVariable(name=name, value=value) for name, value in environment.items()],
+            max_restarts=MAX_RESTARTS,
+        )
+
+    async def follow(self) -> None:
+        """Raises JobEnded when the job ends; a scheduler that restarts is waited for."""
+        token = ""
+        while True:
+            try:
+                request = pb.WatchJobRequest(name=self.job, resume_token=token)
+                async for change in self._peers.scheduler.WatchJob(request):
+                    token = change.resume_token
+                    if change.job.state in _ENDED:
+                        state = job_pb2.Job.State.Name(change.job.state).removeprefix("STATE_")
+                        raise JobEnded(f"the run's processes are gone: {self.job} {state}: {change.job.message}")
+            except grpc.aio.AioRpcError as error:
+                if error.code() is grpc.StatusCode.NOT_FOUND:
+                    raise JobEnded(f"the scheduler does not know {self.job} any more") from None
+                log.info("the scheduler's stream broke (%s), opening it again", error.code().name)
+            await asyncio.sleep(_RECONNECT_SECONDS)
+
+    async def explain(self) -> str:
+        """The scheduler's sentence about the job, for error messages."""
+        try:
+            answer = await self._peers.scheduler.ExplainJob(pb.ExplainJobRequest(name=self.job), timeout=5.0)
+        except grpc.aio.AioRpcError as error:
+            return f"the scheduler answers {error.code().name}"
+        return answer.sentence
+
+    async def fleet_ready(self, waits: Waits, deadline: float) -> int:
+        """Waits for all replicas; at the deadline one is enough. Returns their number. Raises StartTimedOut."""
+        wanted = self._config.fleet.engines
+        with waits.on("start", f"{wanted} inference replicas to register with the gateway"):
+            while True:
+                ready = await self._ready_replicas()
+                if ready >= wanted:
+                    return ready
+                if time.monotonic() > deadline:
+                    break
+                await asyncio.sleep(_POLL_SECONDS)
+        if ready:
+            log.warning("only %d of %d inference replicas are ready, going on", ready, wanted)
+            return ready
+        raise StartTimedOut(f"no inference replica registered with the gateway in time; {await self.explain()}")
+
+    async def _ready_replicas(self) -> int:
+        request = gateway_pb.ListReplicasRequest(model_id=self._run)
+        try:
+            replicas = (await self._peers.gateway.ListReplicas(request, timeout=5.0)).replicas
+        except grpc.aio.AioRpcError:
+            return 0
+        return sum(replica.state == replica_pb2.Replica.STATE_READY for replica in replicas)
+
+    async def cancel(self) -> None:
+        """Stops the processes; an error is logged, the scheduler's lease ends them in the end."""
+        if not self.job:
+            return
+        try:
+            await self._peers.scheduler.CancelJob(pb.CancelJobRequest(name=self.job), timeout=15.0, wait_for_ready=True)
+        except grpc.aio.AioRpcError as error:
+            log.warning("%s could not be cancelled: %s", self.job, error.details())

@@ -1,0 +1,116 @@
+"""Puts each new weight version on the fleet while the loop goes on; new prompts are issued for it after the commit."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+import grpc
+
+from reflux.trainer.v1 import learner_service_pb2 as learner_pb
+from reflux.weight_broker.v1 import weight_broker_service_pb2 as broker_pb
+from reflux.weight_broker.v1.weight_broker_service_pb2_grpc import WeightBrokerServiceStub
+from reflux_trainer.learner_client import LearnerClient, LearnerFailed
+from reflux_trainer.watchdog import Waits
+
+log = logging.getLogger(__name__)
+_RETRY_SECONDS = 0.5
+
+
+class SyncFailed(RuntimeError):
+    """A version could not be put on the fleet, twice; the text is the receiver's."""
+
+
+@dataclass(frozen=True)
+class Sync:
+    """One committed version."""
+
+    version: int
+    epoch: int
+    seconds: float
+    stage_seconds: float
+    bytes: int
+    at: float
+    """Unix time in seconds."""
+    replicas: dict[str, int]
+    """Version that each replica serves."""
+    pause_ms: float
+    """Longest pause of a replica."""
+
+
+class Publisher:
+    """At most one version is under way. Failures surface in `settled`, and end the task group that owns the tasks."""
+
+    def __init__(
+        self,
+        learner: LearnerClient,
+        broker: WeightBrokerServiceStub,
+        tasks: asyncio.TaskGroup,
+        waits: Waits,
+        model_id: str,
+        sync_timeout_seconds: float,
+    ) -> None:
+        self._learner = learner
+        self._broker = broker
+        self._tasks = tasks
+        self._waits = waits
+        self._model_id = model_id
+        self._timeout = sync_timeout_seconds
+        self._running: asyncio.Task[None] | None = None
+        self.last: Sync | None = None
+        self.history: list[Sync] = []
+
+    def start(self, on_commit: Callable[[int], Awaitable[None]]) -> None:
+        """Begins to publish the learner's present weights; `on_commit` gets the version."""
+        assert self._running is None or self._running.done()
+        self._running = self._tasks.create_task(self._publish(on_commit), name="publish")
+
+    async def settled(self) -> None:
+        """Returns when no version is under way."""
+        if self._running is not None and not self._running.done():
+            with self._waits.on("sync", "the weight broker and the replicas to commit the new version"):
+                await asyncio.wait([self._running])
+                # A failure ends the task group; waiting on lets its cancellation arrive here.
+                if self._running.exception() is not None:
+                    await asyncio.Event().wait()
+
+    async def _publish(self, on_commit: Callable[[int], Awaitable[None]]) -> None:
+        answer = await self._publish_twice()
+        await on_commit(answer.version)
+        replicas, pause_ms = await self._replicas()
+        self.last = Sync(
+            version=answer.version,
+            epoch=answer.epoch,
+            seconds=answer.sync_seconds,
+            stage_seconds=answer.stage_seconds,
+            bytes=answer.bytes,
+            at=time.time(),
+            replicas=replicas,
+            pause_ms=pause_ms,
+        )
+        self.history.append(self.last)
+
+    async def _publish_twice(self) -> learner_pb.PublishWeightsResponse:
+        failures, end = 0, time.monotonic() + self._timeout
+        while True:
+            try:
+                return await self._learner.publish(self._timeout)
+            except LearnerFailed as error:
+                # A broker that restarts is waited for; a receiver that refuses gets one more chance.
+                failures += not error.transient
+                if failures > 1 or (error.transient and time.monotonic() > end):
+                    raise SyncFailed(f"the new weights did not reach the fleet: {error}") from None
+                log.warning("publishing failed, trying once more: %s", error)
+                await asyncio.sleep(_RETRY_SECONDS)
+
+    async def _replicas(self) -> tuple[dict[str, int], float]:
+        request = broker_pb.ListReplicasRequest(model_id=self._model_id)
+        try:
+            replicas = (await self._broker.ListReplicas(request, timeout=5.0)).replicas
+        except grpc.aio.AioRpcError as error:  # figures only: the version is committed
+            log.info("the broker did not list its replicas: %s", error.code().name)
+            return {}, 0.0
+        return {state.replica: state.version for state in replicas}, max(
+            (state.pause_ms for state in replicas), default=0.0
+        )

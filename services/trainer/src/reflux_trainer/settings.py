@@ -1,0 +1,38 @@
+"""Settings of the trainer process."""
+
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field
+
+from reflux_kit.settings import ServiceSettings, prefix
+
+
+class TrainerSettings(ServiceSettings):
+    """Environment prefix REFLUX_TRAINER_."""
+
+    model_config = prefix("trainer")
+
+    runs_dir: str = ""
+    """Folder that holds one folder per run; empty takes `runs` below the state folder."""
+
+    stack_pid: Annotated[int, Field(validation_alias="REFLUX_STACK_PID")] = 0
+    """Parent of the whole stack, for memory figures; 0 measures the trainer's own process tree."""
+
+    start_seconds: float = Field(default=120.0, gt=0)
+    """Time for a run's processes to be placed, started and registered."""
+
+    max_attempts: int = Field(default=5, ge=1)
+    """Starts of one run, restarts after crashes of the trainer included."""
+
+    @property
+    def runs_folder(self) -> Path:
+        """Where run folders are made."""
+        if self.runs_dir:
+            return Path(self.runs_dir)
+        return Path(self.state_dir or ".reflux") / "runs"
+
+    @property
+    def cache_folder(self) -> Path:
+        """Where tasks keep what is costly to build."""
+        return Path(self.state_dir or ".reflux") / "cache"

@@ -1,0 +1,162 @@
+"""Beside the loop: what a step logs before it happens, what it checks, and what it tells afterwards."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from reflux.trainer.v1 import learner_service_pb2 as pb
+from reflux_kit.telemetry import span
+from reflux_trainer import oplog
+from reflux_trainer.consume import Batch
+from reflux_trainer.figures import StepTimes, lag_counts, step_figures
+from reflux_trainer.metrics import LAG, REWARD, STEP, STEP_SECONDS
+from reflux_trainer.parts import Parts
+from reflux_trainer.problems import question
+from reflux_trainer.queue.ledger import Cursor
+from reflux_trainer.queue.records import Group
+from reflux_trainer.schedule import rl_rate
+
+MAX_REFUSED_STEPS = 5
+TRANSCRIPT_EVERY_STEPS = 10
+
+
+class LagBroken(AssertionError):
+    """A sample is older than the bound allows: a bug in window, queue or gateway."""
+
+
+class NotFinite(RuntimeError):
+    """Loss or gradient was not finite several times in a row."""
+
+
+def due(step: int, every: int, last: int) -> bool:
+    """True for every `every`-th step up to `last`; 0 means never."""
+    return every > 0 and step % every == 0 and 0 < step <= last
+
+
+def optimizer_request(parts: Parts, cursor: Cursor) -> pb.OptimStepRequest:
+    """The optimizer step of step `cursor.step`; the first one forgets the moments of warm-up."""
+    return pb.OptimStepRequest(
+        op_id=cursor.op_id + 2,
+        model_id=parts.run,
+        learning_rate=rl_rate(parts.config.rl, cursor.step),
+        beta1=0.9,
+        beta2=0.99,
+        max_grad_norm=parts.config.rl.max_grad_norm,
+        reset_optimizer=cursor.step == 0,
+    )
+
+
+async def decide(
+    parts: Parts, cursor: Cursor, batch: Batch, request: pb.ForwardBackwardRequest, step: pb.OptimStepRequest
+) -> Cursor:
+    """Logs the step; from here on it happens exactly once, whoever dies."""
+    after = replace(
+        cursor,
+        step=cursor.step + 1,
+        low_water_index=batch.low_water_index,
+        next_prompt_index=parts.issuer.next_index,
+    )
+    return await parts.ledger.log_step(after, [oplog.encode(request), oplog.encode(step)], batch.groups)
+
+
+class StepLog:
+    """Checks of each step, and its figures."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._refused = 0
+        self._version = parts.learner.version
+        self._started = 0.0
+        self.begin()
+
+    def begin(self) -> None:
+        """Starts the clock of a step."""
+        self._parts.waits.drain_spent()
+        self._started = time.monotonic()
+
+    @property
+    def epoch(self) -> int:
+        """Broker epoch of the last committed version."""
+        return self._parts.publisher.last.epoch if self._parts.publisher.last else 0
+
+    def check_lag(self, batch: Batch) -> None:
+        """Raises LagBroken when a sample is older than max_lag versions."""
+        self._version, bound = self._parts.learner.version, self._parts.config.rl.max_lag
+        counts = lag_counts(batch.groups, self._version)
+        for lag, count in counts.items():
+            for _ in range(count):
+                LAG.labels(run=self._parts.run).observe(lag)
+        if max(counts, default=0) > bound:
+            raise LagBroken(f"a sample is {max(counts)} versions old at version {self._version}, the bound is {bound}")
+
+    def check_applied(self, optim: pb.OptimStepResponse) -> None:
+        """Raises NotFinite after several refused steps in a row; the weights of a refused step stay as they were."""
+        self._refused = 0 if optim.applied else self._refused + 1
+        if self._refused >= MAX_REFUSED_STEPS:
+            raise NotFinite(
+                f"the gradient was not finite {self._refused} times in a row (norm {optim.grad_norm}); the last good "
+                f"checkpoint is {(self._parts.checkpoints.committed or ['none'])[-1]}; a smaller rl.learning_rate helps"
+            )
+
+    async def write(
+        self,
+        cursor: Cursor,
+        batch: Batch,
+        advantages: Sequence[np.ndarray],
+        forward: pb.ForwardBackwardResponse,
+        optim: pb.OptimStepResponse,
+    ) -> None:
+        """Event, spans, transcripts and metrics of the step behind `cursor`."""
+        parts, seconds = self._parts, time.monotonic() - self._started
+        times = StepTimes(seconds, parts.waits.drain_spent(), forward.seconds + optim.seconds)
+        figures = step_figures(
+            batch, self._version, forward, optim, times, parts.publisher.last, await parts.queue.depths()
+        )
+        figures["learning_rate"] = rl_rate(parts.config.rl, cursor.step - 1)
+        detail = {"lag": dict(lag_counts(batch.groups, self._version)), "applied": optim.applied}
+        if parts.publisher.last is not None:
+            sync = parts.publisher.last
+            detail |= {"replicas": sync.replicas, "sync": {"version": sync.version, "at": sync.at}}
+        await parts.journal.write("rl", cursor.step, parts.config.rl.steps, figures, detail)
+        self._spans(cursor, batch.groups, advantages, optim)
+        STEP.labels(run=parts.run).set(cursor.step)
+        REWARD.labels(run=parts.run).set(figures["reward/mean"])
+        STEP_SECONDS.labels(run=parts.run).observe(seconds)
+        if cursor.step % TRANSCRIPT_EVERY_STEPS == 1:
+            self._transcripts(cursor, batch.groups[0])
+
+    def _spans(
+        self, cursor: Cursor, groups: Sequence[Group], advantages: Sequence[np.ndarray], optim: pb.OptimStepResponse
+    ) -> None:
+        run = self._parts.run
+        for group, values in zip(groups, advantages, strict=True):
+            with span("train", parent=group.traceparent, reflux__run=run, reflux__prompt=group.index) as current:
+                current.set_attribute("reflux.step", cursor.step)
+                current.set_attribute("reflux.advantages", [round(float(value), 5) for value in values])
+        links = [group.traceparent for group in groups]
+        with span("optimizer step", links=links, reflux__run=run, reflux__step=cursor.step) as current:
+            current.set_attribute("reflux.version", optim.version)
+
+    def _transcripts(self, cursor: Cursor, group: Group) -> None:
+        built = question(self._parts.task, "train", group.index)
+        for number, (sample, grade) in list(enumerate(zip(group.samples, group.grades, strict=True)))[:2]:
+            self._parts.journal.sample(
+                {
+                    "stage": "rl",
+                    "step": cursor.step,
+                    "sample": f"{self._parts.run}/{group.index}/{number}",
+                    "prompt": built.prompt_text,
+                    "answer": self._parts.codec.decode(sample.token_ids),
+                    "truth": built.answer_text,
+                    "reward": grade.reward,
+                    "outcome": grade.outcome,
+                    "peaks": peaks(built.truth),
+                }
+            )
+
+
+def peaks(truth: dict[str, object]) -> dict[str, object]:
+    """The measured pattern in a problem's payload; empty lists when the task has none."""
+    return {"two_theta": truth.get("two_theta_degrees", []), "intensity": truth.get("intensity", [])}

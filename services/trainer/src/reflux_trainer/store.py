@@ -1,0 +1,104 @@
+"""Runs in Redis: one record each, changed by compare-and-set together with the event that tells watchers."""
+
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+
+from redis.asyncio import Redis
+
+from reflux_kit.errors import Conflict, NotFound
+from reflux_trainer.journal import MAX_EVENTS, Event
+from reflux_trainer.queue.keys import RunKeys
+from reflux_trainer.queue.streams import entries_of
+from reflux_trainer.records import RunRecord
+
+_INDEX = "reflux:runs"
+"""Sorted set of run ids by time of creation."""
+_TRIES = 20
+_SAVE = """
+local current = redis.call('GET', KEYS[1]) or ''
+if current == ARGV[2] then return 1 end
+if current ~= ARGV[1] then return 0 end
+redis.call('SET', KEYS[1], ARGV[2])
+redis.call('XADD', KEYS[2], 'MAXLEN', '~', ARGV[4], '*', 'e', ARGV[3])
+return 1
+"""
+
+
+@dataclass(frozen=True)
+class Watched:
+    """One event of a run with the token behind it."""
+
+    token: str
+    event: Event
+    record: RunRecord
+    step: int
+
+
+class RunStore:
+    """All runs of one stack."""
+
+    def __init__(self, redis: Redis) -> None:
+        self._redis = redis
+        self._save = redis.register_script(_SAVE)
+
+    async def create(self, record: RunRecord) -> RunRecord:
+        """Stores a new run; one that exists is returned as it is (a repeated request)."""
+        await self._redis.zadd(_INDEX, {record.run: record.created_at}, nx=True)
+        await self._swap(record.run, b"", record)
+        return await self.get(record.run)
+
+    async def get(self, run: str) -> RunRecord:
+        """Raises NotFound."""
+        raw = await self._redis.get(RunKeys(run).record)
+        if raw is None:
+            raise NotFound(f"there is no run {run!r}; `reflux runs` lists them")
+        return RunRecord.from_bytes(raw)
+
+    async def step(self, run: str) -> int:
+        """Training steps that are decided."""
+        return int(await self._redis.hget(RunKeys(run).cursor, "step") or 0)
+
+    async def update(self, run: str, change: Callable[[RunRecord], RunRecord]) -> RunRecord:
+        """Applies `change` to the present record; it may run more than once. Raises NotFound, and what it raises."""
+        for _ in range(_TRIES):
+            raw = await self._redis.get(RunKeys(run).record)
+            if raw is None:
+                raise NotFound(f"there is no run {run!r}; `reflux runs` lists them")
+            changed = change(RunRecord.from_bytes(raw))
+            if await self._swap(run, raw, changed):
+                return changed
+        raise Conflict(f"run {run} changes too often; try again")
+
+    async def _swap(self, run: str, old: bytes, new: RunRecord) -> bool:
+        keys = RunKeys(run)
+        arguments = [old, new.to_bytes(), Event(at=time.time()).to_json(), MAX_EVENTS]
+        return bool(await self._save(keys=[keys.record, keys.events], args=arguments))
+
+    async def page(self, size: int, before: int) -> tuple[list[RunRecord], int]:
+        """Runs from offset `before`, newest first, and the offset of the next page (0 at the end)."""
+        names = await self._redis.zrevrange(_INDEX, before, before + size)
+        records = [await self.get(name.decode()) for name in names[:size]]
+        return records, before + size if len(names) > size else 0
+
+    async def unfinished(self) -> list[RunRecord]:
+        """Runs that have not ended, oldest first."""
+        names = await self._redis.zrange(_INDEX, 0, -1)
+        records = [await self.get(name.decode()) for name in names]
+        return [record for record in records if not record.ended]
+
+    async def watch(self, run: str, token: str) -> AsyncIterator[Watched]:
+        """Events behind `token` ("" is the beginning) until the run has ended and all were seen. Raises NotFound."""
+        last = token or "0-0"
+        while True:
+            record = await self.get(run)
+            entries = await self._read(run, last, 1 if record.ended else 5000)
+            for entry, fields in entries:
+                last = entry.decode()
+                yield Watched(last, Event.from_bytes(fields[b"e"]), await self.get(run), await self.step(run))
+            if record.ended and not entries:
+                return
+
+    async def _read(self, run: str, last: str, block_ms: int) -> list[tuple[bytes, dict[bytes, bytes]]]:
+        answer = await self._redis.xread({RunKeys(run).events: last}, count=200, block=block_ms)
+        return entries_of(answer)

@@ -1,0 +1,102 @@
+"""summary.json of a run, from its events: what docs/metrics.md promises. Pure, apart from writing the file."""
+
+import json
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from reflux_trainer.figures import OUTCOMES
+from reflux_trainer.queue.ledger import Audit
+from reflux_trainer.records import RunRecord
+
+Events = Sequence[dict[str, Any]]
+
+
+def summarize(
+    record: RunRecord,
+    events: Events,
+    audit: Audit | None,
+    *,
+    wall_seconds: float,
+    phase_seconds: dict[str, float],
+    peak_rss_bytes: int,
+) -> dict[str, Any]:
+    """The document; figures that the run did not reach are null."""
+    rl = [event for event in events if event["stage"] == "rl"]
+    first, last = _ends(events, record.config.rl.steps)
+    steps = max((event["step"] for event in rl), default=0)
+    return {
+        "run": record.run,
+        "state": record.shown_state,
+        "message": record.message,
+        "seed": record.config.seed,
+        "steps": steps,
+        "attempt": record.attempt,
+        "reward_after_warmup": first.get("eval/held/reward"),
+        "reward_final": last.get("eval/held/reward"),
+        "evaluations": {"after_warmup": _sets(first), "final": _sets(last)},
+        "wall_seconds": round(wall_seconds, 3),
+        "phase_seconds": {name: round(seconds, 3) for name, seconds in phase_seconds.items()},
+        "peak_rss_bytes": peak_rss_bytes,
+        "trainer_idle": _mean(event["metrics"]["trainer_idle"] for event in rl),
+        "lag_histogram": _lags(rl),
+        "outcomes": {name: int(sum(event["metrics"][f"outcomes/{name}"] for event in rl)) for name in OUTCOMES},
+        "groups": {
+            name: int(sum(event["metrics"][f"groups/{name}"] for event in rl))
+            for name in ("trained", "filtered", "unknown", "dead")
+        },
+        "step_seconds": {
+            name: _mean(event["metrics"][f"time/{name}"] for event in rl)
+            for name in ("step", "wait_rollout", "train", "sync", "other", "generate", "verify")
+        },
+        "versions": _versions(rl),
+        "ledger": asdict(audit) if audit else None,
+        "config": record.config.model_dump(exclude_none=True),
+    }
+
+
+def write(folder: Path, document: dict[str, Any]) -> None:
+    """Writes summary.json atomically."""
+    partial = folder / "summary.json.partial"
+    partial.write_text(json.dumps(document, indent=1) + "\n")
+    partial.replace(folder / "summary.json")
+
+
+def _ends(events: Events, steps: int) -> tuple[dict[str, float], dict[str, float]]:
+    by_step = {event["step"]: event["metrics"] for event in events if event["stage"] == "evaluation"}
+    return by_step.get(0, {}), by_step.get(steps, {})
+
+
+def _sets(metrics: dict[str, float]) -> dict[str, dict[str, float]]:
+    sets: dict[str, dict[str, float]] = defaultdict(dict)
+    for name, value in metrics.items():
+        kind, _, rest = name.partition("/")
+        if kind == "eval":
+            set_name, _, metric = rest.partition("/")
+            sets[set_name][metric] = value
+    return dict(sets)
+
+
+def _lags(rl: Events) -> dict[str, int]:
+    counts: Counter[str] = Counter()
+    for event in rl:
+        counts.update(event.get("detail", {}).get("lag", {}))
+    return dict(sorted(counts.items(), key=lambda pair: int(pair[0])))
+
+
+def _versions(rl: Events) -> dict[str, list[list[float]]]:
+    series: dict[str, list[list[float]]] = defaultdict(list)
+    for event in rl:
+        detail = event.get("detail", {})
+        for replica, version in detail.get("replicas", {}).items():
+            at = detail["sync"]["at"]
+            if not series[replica] or series[replica][-1][0] != at:
+                series[replica].append([at, version])
+    return dict(series)
+
+
+def _mean(values: Any) -> float | None:
+    found = list(values)
+    return sum(found) / len(found) if found else None
