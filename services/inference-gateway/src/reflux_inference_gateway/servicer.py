@@ -22,13 +22,13 @@ from reflux_inference_gateway.wire import (
     replica_message,
 )
 from reflux_kit import telemetry
-from reflux_kit.errors import AlreadyExists, NotFound
+from reflux_kit.errors import NotFound
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["InferenceGatewayService"].full_name
 _NO_DEADLINE_SECONDS = 24 * 3600.0
 
 
-@dataclass
+@dataclass(eq=False)
 class _Running:
     """A group that a caller waits for: the replica that has it now, and whether somebody aborted it."""
 
@@ -43,16 +43,15 @@ class InferenceGatewayServicer(InferenceGatewayServiceServicer):
         self._dispatcher = dispatcher
         self._clients = clients
         self._heartbeat_seconds = heartbeat_seconds
-        self._running: dict[str, _Running] = {}
+        self._running: dict[str, list[_Running]] = {}
 
     async def GenerateGroup(
         self, request: pb.GenerateGroupRequest, context: Any
     ) -> AsyncIterator[pb.GenerateGroupResponse]:
         call = parse_group(request)
-        if call.request_id in self._running:
-            raise AlreadyExists(f"request {call.request_id} is running", request_id=call.request_id)
         running = _Running()
-        self._running[call.request_id] = running
+        # A caller that lost its connection may repeat the call before the first one is seen to be gone.
+        self._running.setdefault(call.request_id, []).append(running)
         remaining = context.time_remaining()
         want = Want(
             model_id=call.model_id,
@@ -73,17 +72,18 @@ class InferenceGatewayServicer(InferenceGatewayServiceServicer):
             for response in _responses(call, "", _aborted_samples(call)):
                 yield response
         finally:
-            del self._running[call.request_id]
+            self._running[call.request_id].remove(running)
+            if not self._running[call.request_id]:
+                del self._running[call.request_id]
 
     async def Abort(self, request: pb.AbortRequest, context: Any) -> pb.AbortResponse:
-        running = self._running.get(parse_request_id(request.request_id))
-        if running is None:
-            return pb.AbortResponse(found=False)
-        running.aborted = True
-        if running.client is not None:
-            await running.client.abort(request.request_id)
+        found = tuple(self._running.get(parse_request_id(request.request_id), ()))
+        for running in found:
+            running.aborted = True
+            if running.client is not None:
+                await running.client.abort(request.request_id)
         self._dispatcher.changes.notify()
-        return pb.AbortResponse(found=True)
+        return pb.AbortResponse(found=bool(found))
 
     async def RegisterReplica(self, request: pb.RegisterReplicaRequest, context: Any) -> pb.RegisterReplicaResponse:
         dispatcher = self._dispatcher

@@ -1,12 +1,14 @@
 """The engine's thread and its border to asyncio: one wake-up per step in each direction, whatever the batch."""
 
 import asyncio
+import itertools
 import logging
 import threading
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import Future
+from dataclasses import replace
 
 from reflux_inference_gateway.engine.core import EngineCore, Event, Weights
 from reflux_inference_gateway.engine.types import (
@@ -45,6 +47,8 @@ class EngineLoop:
         self._commands: deque[Callable[[], object]] = deque()
         self._batch: list[tuple[str, Event]] = []
         self._sinks: dict[str, asyncio.Queue[list[Event]]] = {}
+        self._tickets: dict[str, set[str]] = {}
+        self._numbers = itertools.count()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopping = False
         self._failure: str | None = None
@@ -66,16 +70,19 @@ class EngineLoop:
     async def generate(self, request: GroupRequest) -> AsyncGenerator[list[Event], None]:
         """Yields the events of a group, all of one step together, until every sample is finished.
 
-        Raises QueueFull when too many samples are open, EngineStopped when the thread has ended, ValueError when the
-        id is in use. Closing the iterator aborts what still runs.
+        Raises QueueFull when too many samples are open and EngineStopped when the thread has ended. Closing the
+        iterator aborts what still runs. An id may come again while its first use is still being aborted (a caller
+        that lost its connection and repeats), so that the core knows each use by a ticket of its own.
         """
         self._admit(request)
+        ticket = f"{request.request_id}#{next(self._numbers)}"
         sink: asyncio.Queue[list[Event]] = asyncio.Queue()
-        self._sinks[request.request_id] = sink
+        self._sinks[ticket] = sink
+        self._tickets.setdefault(request.request_id, set()).add(ticket)
         self._open_samples += request.num_samples
         left = request.num_samples
         try:
-            self._command(lambda: self._core.submit(request))
+            self._command(lambda: self._core.submit(replace(request, request_id=ticket)))
             while left:
                 events = await sink.get()
                 if not events:
@@ -84,16 +91,16 @@ class EngineLoop:
                 yield events
         finally:
             if left:
-                self.abort(request.request_id)
-            del self._sinks[request.request_id]
+                self._command(lambda: self._core.abort(ticket))
+            del self._sinks[ticket]
+            self._forget(request.request_id, ticket)
             self._open_samples -= request.num_samples
 
     def abort(self, request_id: str) -> bool:
         """Ends a group between two steps; False when no such group runs or waits."""
-        known = request_id in self._sinks
-        if known:
-            self._command(lambda: self._core.abort(request_id))
-        return known
+        tickets = tuple(self._tickets.get(request_id, ()))
+        self._command(lambda: [self._core.abort(ticket) for ticket in tickets])
+        return bool(tickets)
 
     def swap(self, weights: Weights) -> "Future[float]":
         """Makes new weights current between two steps.
@@ -129,10 +136,13 @@ class EngineLoop:
     def _admit(self, request: GroupRequest) -> None:
         if self._failure is not None or self._stopping:
             raise EngineStopped(self._failure or "the engine stops")
-        if request.request_id in self._sinks:
-            raise ValueError(f"request id {request.request_id!r} is in use")
         if self._open_samples and self._open_samples + request.num_samples > self._max_open_samples:
             raise QueueFull(f"{self._open_samples} samples run or wait; the limit is {self._max_open_samples}")
+
+    def _forget(self, request_id: str, ticket: str) -> None:
+        self._tickets[request_id].discard(ticket)
+        if not self._tickets[request_id]:
+            del self._tickets[request_id]
 
     def _command(self, command: Callable[[], object]) -> None:
         self._commands.append(command)

@@ -19,7 +19,7 @@ from reflux_inference_gateway.engine.types import (
 )
 from reflux_inference_gateway.wire import parse_num_samples, parse_prompt, parse_request_id, parse_sampling
 from reflux_kit import telemetry
-from reflux_kit.errors import AlreadyExists, CapacityExhausted, InvalidRequest, Unavailable
+from reflux_kit.errors import CapacityExhausted, InvalidRequest, Unavailable
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["EngineService"].full_name
 _TOKENS_PER_MESSAGE = 100_000
@@ -49,8 +49,6 @@ class EngineServicer(EngineServiceServicer):
                 raise CapacityExhausted(str(error)) from error
             except EngineStopped as error:
                 raise Unavailable(str(error)) from error
-            except ValueError as error:
-                raise AlreadyExists(str(error)) from error
         for part in _parts(sorted(collected, key=lambda sample: sample.index)):
             yield pb.GenerateResponse(samples=part)
 
