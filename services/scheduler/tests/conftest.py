@@ -26,6 +26,8 @@ from reflux_kit.channel import open_channel
 HANG_SECONDS = 30
 SLEEPER = "import time; time.sleep(600)"
 State = job_pb2.Job.State
+METHODS = ("CreateJob", "GetJob", "ListJobs", "CancelJob", "GetTopology", "ExplainJob")
+RETRY = [f"reflux.scheduler.v1.SchedulerService/{name}" for name in METHODS]
 
 TOPOLOGY = """
 [cluster]
@@ -49,24 +51,27 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
+def alive(pid: int) -> bool:
+    """Whether a process exists and is no zombie."""
+    try:
+        return b") Z " not in Path(f"/proc/{pid}/stat").read_bytes()
+    except OSError:
+        return False
+
+
 class Process:
     """One process that the zygote forked."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
 
-    @property
-    def alive(self) -> bool:
-        return Path(f"/proc/{self.pid}").exists()
-
     def signal(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, number)
 
     def wait(self, seconds: float = HANG_SECONDS) -> bool:
-        """Waits for the end; False when it did not come."""
         end = time.monotonic() + seconds
-        while self.alive:
+        while alive(self.pid):
             if time.monotonic() > end:
                 return False
             time.sleep(0.01)
@@ -82,8 +87,7 @@ class Zygote:
 
     def start(self, module: str, environment: dict[str, str], log: Path) -> Process:
         stdin, stdout = self._process.stdin, self._process.stdout
-        assert stdin is not None
-        assert stdout is not None
+        assert stdin and stdout  # noqa: PT018
         stdin.write(json.dumps({"module": module, "env": environment, "log": str(log)}) + "\n")
         stdin.flush()
         return Process(int(stdout.readline()))
@@ -127,10 +131,9 @@ class Stack:
         self.start(node, "reflux_scheduler.agent.main", **environment)
 
     def ensure(self) -> None:
-        """Starts what is not running of the usual three."""
         for name, start in (("scheduler", self.start_scheduler), ("n1", self.start_agent), ("n2", self.start_agent)):
             process = self.processes.get(name)
-            if process is None or not process.alive:
+            if process is None or not alive(process.pid):
                 start(*([] if name == "scheduler" else [name]))
 
     def kill(self, name: str, number: int = signal.SIGKILL) -> None:
@@ -149,13 +152,7 @@ class Stack:
     def log(self, name: str, suffix: str = ".log") -> str:
         return (self.folder / f"{name}{suffix}").read_text()
 
-    @staticmethod
-    def alive(pid: int) -> bool:
-        """Whether a process exists and is no zombie."""
-        try:
-            return b") Z " not in Path(f"/proc/{pid}/stat").read_bytes()
-        except OSError:
-            return False
+    alive = staticmethod(alive)
 
     @staticmethod
     def children(pid: int) -> list[int]:
@@ -180,7 +177,6 @@ class Client:
 
     @staticmethod
     def role(name: str, script: str = SLEEPER, count: int = 1, gpus: float = 0, **fields) -> job_pb2.RoleSpec:
-        """A role that runs a Python script."""
         return job_pb2.RoleSpec(
             role=name,
             count=count,
@@ -260,15 +256,12 @@ def valkey(tmp_path_factory):
 @pytest.fixture(scope="session")
 def zygote():
     zygote = Zygote()
-    try:
-        yield zygote
-    finally:
-        zygote.close()
+    yield zygote
+    zygote.close()
 
 
 @pytest.fixture(scope="session")
 def healing_stack(tmp_path_factory, valkey, zygote):
-    """One stack for most tests; what a test killed is started again before the next one."""
     stack = Stack(tmp_path_factory.mktemp("stack"), f"{valkey}/0", zygote)
     try:
         yield stack
@@ -280,7 +273,7 @@ def healing_stack(tmp_path_factory, valkey, zygote):
 async def stack(healing_stack):
     """Scheduler and agents n1, n2 run; jobs that a test leaves behind are cancelled after it."""
     healing_stack.ensure()
-    async with open_channel(healing_stack.address) as channel:
+    async with open_channel(healing_stack.address, retry=RETRY) as channel:
         client = Client(channel)
         await client.until_agents(2)
         yield healing_stack
@@ -291,7 +284,6 @@ async def stack(healing_stack):
 
 @pytest.fixture
 def own_stack(tmp_path, valkey, zygote):
-    """A stack of the test's own, nothing started yet."""
     url = f"{valkey}/1"
     with redis.Redis.from_url(url) as connection:
         connection.flushdb()
@@ -304,7 +296,6 @@ def own_stack(tmp_path, valkey, zygote):
 
 @pytest.fixture
 async def client(request):
-    """A client of the stack that the test uses."""
     name = "own_stack" if "own_stack" in request.fixturenames else "healing_stack"
-    async with open_channel(request.getfixturevalue(name).address) as channel:
+    async with open_channel(request.getfixturevalue(name).address, retry=RETRY) as channel:
         yield Client(channel)

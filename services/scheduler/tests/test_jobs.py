@@ -9,7 +9,7 @@ from pydantic import TypeAdapter
 
 from reflux_scheduler import jobs, restarts
 from reflux_scheduler.gang import Member, Placement
-from reflux_scheduler.jobs import Job, JobSpec, Report, RoleTemplate
+from reflux_scheduler.job import Job, JobSpec, Report, RoleTemplate
 from reflux_scheduler.topology import Resources
 
 ORDER = ("PENDING", "PLACED", "STARTING", "RUNNING", "SUCCEEDED", "FAILED", "CANCELLED")

@@ -18,12 +18,12 @@ from reflux_scheduler import jobs
 from reflux_scheduler.backends.base import Backend
 from reflux_scheduler.driver import JobDriver
 from reflux_scheduler.errors import UnknownJob
-from reflux_scheduler.explain import Shortage, impossible, waiting, waiting_sentence
+from reflux_scheduler.explain import Shortage, impossible, shortage, waiting, waiting_sentence
 from reflux_scheduler.fleet import Fleet
 from reflux_scheduler.gang import Placement
 from reflux_scheduler.inventory import Inventory
+from reflux_scheduler.job import Job, JobSpec, Report
 from reflux_scheduler.job_store import JobStore
-from reflux_scheduler.jobs import Job, JobSpec, Report
 from reflux_scheduler.metrics import Metrics
 
 log = logging.getLogger(__name__)
@@ -137,7 +137,7 @@ class Controller:
         """Why a job waits or where it went, in a sentence and as data. Raises UnknownJob."""
         job = self.get(job_id)
         if job.state != "PENDING":
-            return f"{job.name} is {job.state}: {job.message}", None
+            return f"{job.name} is {job.state}: {job.message}", self._never_fits(job)
         head = min((other for other in self._jobs.values() if other.state == "PENDING"), key=lambda other: other.number)
         short = self._shortage(head)
         sentence = self._sentence(short) if short else "is about to be placed"
@@ -237,6 +237,14 @@ class Controller:
         if self._inventory.fits(demand):
             return None
         return waiting(self._inventory.topology, free, demand, self._inventory.placements)
+
+    def _never_fits(self, job: Job) -> Shortage | None:
+        """What a job lacks that was failed because it fits nowhere."""
+        topology, demand = self._inventory.topology, job.spec.demand()
+        if job.state != "FAILED" or job.placement is not None or impossible(topology, demand) is None:
+            return None
+        short = shortage(topology, topology.totals, demand)
+        return replace(short, capacity=short.available)
 
     def _sentence(self, short: Shortage) -> str:
         holders = tuple(replace(holder, job=f"jobs/{holder.job}") for holder in short.holders)

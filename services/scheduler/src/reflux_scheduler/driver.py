@@ -13,7 +13,7 @@ from reflux_scheduler import jobs
 from reflux_scheduler.backends.base import Backend, BackendAway, StartRefused
 from reflux_scheduler.errors import UnknownJob
 from reflux_scheduler.gang import Member
-from reflux_scheduler.jobs import Job, MemberStatus, Report
+from reflux_scheduler.job import Job, MemberStatus, Report
 
 log = logging.getLogger(__name__)
 
@@ -65,9 +65,7 @@ class JobDriver:
                 try:
                     await self._advance(self._book.get(self._job_id))
                 except BackendAway as error:
-                    if str(error) != self._complaint:
-                        log.warning("jobs/%s: %s; trying again", self._job_id, error)
-                    self._complaint = str(error)
+                    await self._complain(str(error))
                     await asyncio.sleep(_RETRY_SECONDS)
                 except RedisError as error:
                     log.warning("jobs/%s: Redis does not answer (%s)", self._job_id, type(error).__name__)
@@ -81,6 +79,16 @@ class JobDriver:
             log.exception("jobs/%s: the driver failed", self._job_id)
         finally:
             self._done(self._job_id)
+
+    async def _complain(self, text: str) -> None:
+        """Says once, in the log and in the job, what the job is held up by."""
+        if text != self._complaint:
+            self._complaint = text
+            log.warning("jobs/%s: %s; trying again", self._job_id, text)
+            with contextlib.suppress(RedisError):
+                await self._book.change(
+                    self._job_id, lambda job: job if job.ending else jobs.waiting(job, f"held up: {text}")
+                )
 
     async def _advance(self, job: Job) -> None:
         if job.state == "PLACED":

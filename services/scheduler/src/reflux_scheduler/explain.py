@@ -11,6 +11,7 @@ from reflux_scheduler.topology import UNAVAILABLE, Domain, Level, Resources, Top
 RESOURCES = ("gpus", "millicpus", "memory_bytes")
 """In the order in which a shortage is looked for."""
 
+_MAX_SHRUNK_ROLES = 4  # A hint, not worth more than a few milliseconds.
 _TITLES = {"gpus": "GPUs", "millicpus": "CPUs", "memory_bytes": "GiB of memory", "nodes": "nodes"}
 
 
@@ -184,7 +185,7 @@ def _where(level: Level) -> str:
 
 def _largest(topology: Topology, gang: GangDemand) -> str:
     """The largest count of one role that fits with the others as asked, as the end of a sentence."""
-    for demand in sorted(gang.roles, key=lambda demand: -demand.count * max(1, demand.each.gpus)):
+    for demand in sorted(gang.roles, key=lambda demand: -demand.count * max(1, demand.each.gpus))[:_MAX_SHRUNK_ROLES]:
         low, high = 0, demand.count
         while high - low > 1:
             middle = (low + high) // 2

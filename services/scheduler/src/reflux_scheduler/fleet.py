@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from reflux_scheduler.errors import SupersededAgent, UnknownAgent
-from reflux_scheduler.jobs import Report
+from reflux_scheduler.job import Report
 
 
 @dataclass(frozen=True, slots=True)

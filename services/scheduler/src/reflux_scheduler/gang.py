@@ -5,8 +5,10 @@ from dataclasses import dataclass
 from reflux_scheduler.errors import InvalidJob
 from reflux_scheduler.topology import Level, Resources
 
-MAX_MEMBERS = 100_000
-"""Members of a gang; a guard against counts that are mistakes."""
+MAX_MEMBERS = 10_000
+"""Members of a gang: a guard against mistakes; a job of this size still fits into one message of 4 MiB."""
+
+MAX_ROLES = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +31,8 @@ class GangDemand:
     def __post_init__(self) -> None:
         if not self.roles:
             raise InvalidJob("roles", [], "a job has at least one role")
+        if len(self.roles) > MAX_ROLES:
+            raise InvalidJob("roles", len(self.roles), f"a job has at most {MAX_ROLES} roles")
         names = [demand.role for demand in self.roles]
         for name in names:
             if names.count(name) > 1:

@@ -6,7 +6,7 @@ All keys share the hash tag {scheduler}, so that one transaction can touch them 
 from pydantic import TypeAdapter
 from redis.asyncio import Redis
 
-from reflux_scheduler.jobs import Job
+from reflux_scheduler.job import Job
 
 _REQUEST_SECONDS = 86400
 """A request id is remembered for one day (the proto says so)."""

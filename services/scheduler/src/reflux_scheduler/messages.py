@@ -9,7 +9,7 @@ from reflux.scheduler.v1 import job_pb2
 from reflux.scheduler.v1 import scheduler_service_pb2 as pb
 from reflux_kit.errors import InvalidRequest
 from reflux_scheduler.explain import Shortage
-from reflux_scheduler.jobs import Event, Job, JobSpec, MemberState, MemberStatus, Report, RoleTemplate
+from reflux_scheduler.job import Event, Job, JobSpec, MemberState, MemberStatus, Report, RoleTemplate
 from reflux_scheduler.topology import LEVELS, Domain, Level, Resources, Topology
 
 MAX_TEXT = 256
@@ -95,11 +95,11 @@ def _parse_level(key: str, level: str) -> Level:
 
 def parse_node(topology: Topology, node: str) -> str:
     """The name of a node given by name or full path. Raises InvalidRequest."""
-    for domain in topology.domains("node"):
-        if node in (domain.path[-1], domain.label):
-            return domain.path[-1]
-    some = ", ".join(known.name for known in topology.nodes[:5])
-    raise InvalidRequest(f"node = {node[:MAX_TEXT]!r}: the topology has no such node; it has {some}, ...")
+    name = node.rpartition("/")[2]
+    if name in topology and node in (name, topology.domains("node")[topology.index_of(name)].label):
+        return name
+    some = ", ".join(known.name for known in topology.nodes[:5]) + (", ..." if len(topology.nodes) > 5 else "")
+    raise InvalidRequest(f"node = {node[:MAX_TEXT]!r}: the topology has no such node; it has {some}")
 
 
 def parse_report(status: job_pb2.RoleStatus) -> Report:

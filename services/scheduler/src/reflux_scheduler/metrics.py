@@ -7,7 +7,7 @@ from prometheus_client import Counter, Gauge, Histogram
 
 from reflux_scheduler.fleet import Fleet
 from reflux_scheduler.inventory import Inventory
-from reflux_scheduler.jobs import Job, State
+from reflux_scheduler.job import Job, State
 
 _JOBS = Gauge("reflux_scheduler_jobs", "Jobs by state.", ["state"])
 _NODES = Gauge("reflux_scheduler_nodes", "Nodes by what they can take.", ["state"])

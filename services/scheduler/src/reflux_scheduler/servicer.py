@@ -11,7 +11,7 @@ from reflux_scheduler.controller import Controller
 from reflux_scheduler.errors import InvalidJob, SupersededAgent, UnknownAgent, UnknownJob
 from reflux_scheduler.fleet import Fleet
 from reflux_scheduler.inventory import Inventory
-from reflux_scheduler.jobs import Job
+from reflux_scheduler.job import Job
 from reflux_scheduler.messages import (
     parse_job,
     parse_job_name,

@@ -6,7 +6,7 @@ import logging
 import os
 import signal
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -49,14 +49,14 @@ class AgentSettings(ServiceSettings):
 
 
 @asynccontextmanager
-async def build(settings: AgentSettings) -> AsyncIterator[Service]:
-    """Owns the members: all of them are stopped when the block ends."""
+async def build(settings: AgentSettings, environment: Mapping[str, str]) -> AsyncIterator[Service]:
+    """Owns the members: all of them are stopped when the block ends. Roles inherit `environment`."""
     state_dir = Path(settings.state_dir or tempfile.gettempdir() + f"/reflux-{os.getuid()}").absolute()
     try:
         state_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise StartupError(f"the state folder {state_dir} cannot be used: {error.strerror}") from None
-    members = MemberTable(Household(settings.node, dict(os.environ), state_dir, settings.log_limit_mib << 20))
+    members = MemberTable(Household(settings.node, environment, state_dir, settings.log_limit_mib << 20))
     async with open_channel(settings.scheduler_address, settings, subject="agent") as channel:
         stub = cast("SchedulerServiceAsyncStub", SchedulerServiceStub(channel))
         lease = Lease(stub, members, settings.node, settings.lease_seconds)
@@ -89,7 +89,8 @@ def _leave_if_failed(task: "asyncio.Task[None]") -> None:
 
 def main() -> None:
     """Runs the agent until SIGTERM or SIGINT."""
-    serve("agent", AgentSettings, build)
+    environment = dict(os.environ)
+    serve("agent", AgentSettings, lambda settings: build(settings, environment))
 
 
 if __name__ == "__main__":

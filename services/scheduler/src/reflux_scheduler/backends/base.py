@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 
 from reflux_scheduler.gang import Member
-from reflux_scheduler.jobs import Job, Report
+from reflux_scheduler.job import Job, Report
 
 
 class BackendAway(ConnectionError):

@@ -13,7 +13,7 @@ from reflux_kit.settings import ServiceSettings
 from reflux_scheduler.backends.base import Backend, BackendAway, StartRefused
 from reflux_scheduler.fleet import Fleet
 from reflux_scheduler.gang import Member
-from reflux_scheduler.jobs import Job, Report
+from reflux_scheduler.job import Job, Report
 from reflux_scheduler.messages import parse_report, render_role
 
 if TYPE_CHECKING:
