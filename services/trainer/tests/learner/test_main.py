@@ -1,0 +1,72 @@
+"""The process: announces itself for as long as it lives, and says in one line why it cannot start."""
+
+import asyncio
+import os
+import subprocess
+import sys
+from typing import Any
+
+import grpc
+import pytest
+
+from reflux.trainer.v1 import learner_service_pb2 as learner_pb
+from reflux.trainer.v1 import trainer_service_pb2 as pb
+from reflux.trainer.v1.learner_service_pb2_grpc import LearnerServiceStub
+from reflux.trainer.v1.trainer_service_pb2_grpc import TrainerServiceServicer, add_TrainerServiceServicer_to_server
+from reflux_kit.channel import open_channel
+from reflux_kit.server import Mount, Service, running
+from reflux_kit.settings import ServiceSettings
+from reflux_trainer.learner.main import build
+from reflux_trainer.learner.settings import LearnerSettings
+
+
+class FakeTrainer(TrainerServiceServicer):
+    """Counts announcements."""
+
+    def __init__(self) -> None:
+        self.heard: list[pb.RegisterLearnerRequest] = []
+        self.twice = asyncio.Event()
+
+    async def RegisterLearner(self, request: pb.RegisterLearnerRequest, context: Any) -> pb.RegisterLearnerResponse:
+        self.heard.append(request)
+        if len(self.heard) == 2:
+            self.twice.set()
+        return pb.RegisterLearnerResponse(heartbeat_seconds=0.05)
+
+
+async def test_a_learner_announces_its_address_again_and_again() -> None:
+    trainer = FakeTrainer()
+    mount = Mount(trainer, add_TrainerServiceServicer_to_server, "reflux.trainer.v1.TrainerService")
+    async with running(Service((mount,)), ServiceSettings(drain_seconds=0)) as bound:
+        settings = LearnerSettings(run="run-1", trainer_address=bound.grpc, drain_seconds=0)
+        async with build(settings) as service, running(service, settings) as served:
+            async with asyncio.timeout(10):
+                await trainer.twice.wait()
+            assert {(each.run, each.address) for each in trainer.heard} == {("run-1", served.grpc)}
+            async with open_channel(trainer.heard[0].address) as channel:
+                status = await LearnerServiceStub(channel).GetLearner(learner_pb.GetLearnerRequest())  # type: ignore[misc]
+            assert status.incarnation == trainer.heard[0].incarnation
+            assert status.model_id == ""
+
+
+async def test_a_stack_with_a_secret_refuses_calls_without_a_token() -> None:
+    settings = LearnerSettings(run="run-1", trainer_address="127.0.0.1:1", stack_secret="s", drain_seconds=0)
+    async with build(settings) as service, running(service, settings) as served, open_channel(served.grpc) as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await LearnerServiceStub(channel).GetLearner(learner_pb.GetLearnerRequest())  # type: ignore[misc]
+        assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+
+
+def test_a_learner_without_a_run_says_so_in_one_line_and_exits_with_2() -> None:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("REFLUX_")}
+    done = subprocess.run(
+        [sys.executable, "-m", "reflux_trainer.learner.main"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env=environment,
+    )
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert "REFLUX_RUN" in done.stderr
