@@ -79,7 +79,12 @@ def _reachable(address: str, settings: ServiceSettings) -> str:
 
 @asynccontextmanager
 async def _grpc(service: Service, settings: ServiceSettings) -> AsyncIterator[str]:
-    options = [("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES)]
+    options = [
+        ("grpc.so_reuseport", 0),
+        ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
+        # Our clients ping every 30 s; a server allows one in 5 minutes on a silent stream and then hangs up.
+        ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
+    ]
     server = grpc.aio.server(interceptors=[CallInterceptor(settings.stack_secret)], options=options)
     status = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(status, server)
