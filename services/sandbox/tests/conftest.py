@@ -34,6 +34,12 @@ def namespaces():
 
 
 @pytest.fixture(scope="session")
+def here():
+    """Folder of sample_graders.py."""
+    return HERE
+
+
+@pytest.fixture(scope="session")
 def isolation_options():
     """Makes the arguments of an isolation mechanism with the verifiers of sample_graders.py."""
 

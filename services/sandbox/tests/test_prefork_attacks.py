@@ -48,19 +48,19 @@ REFUSED = {
     "path traversal": "open('../../../etc/shadow').read()",
     "root through proc": "import os; os.listdir('/proc/1/root')",
     "symlink to the outside": "import os; os.symlink('/etc/shadow', 'link'); open('link').read()",
-    "hard link to the outside": "import os; os.link('/usr/bin/env', '/work/env')",
+    "hard link to the outside": "import os; os.link('/usr/bin/env', '/box/env')",
     "memory of process 1": "open('/proc/1/mem', 'r+b')",
     "descriptors of process 1": "import os; os.listdir('/proc/1/fd')",
     "kernel messages": "open('/dev/kmsg').read()",
     "kernel memory": "open('/dev/mem').read(1)",
-    "make a device": "import os, stat; os.mknod('/work/disk', 0o600 | stat.S_IFBLK, os.makedev(8, 0))",
+    "make a device": "import os, stat; os.mknod('/box/disk', 0o600 | stat.S_IFBLK, os.makedev(8, 0))",
     "become root": "import os; os.setuid(0)",
     "change groups": "import os; os.setgroups([0])",
-    "chroot": "import os; os.chroot('/work')",
+    "chroot": "import os; os.chroot('/box')",
     "raise a limit": "import resource as r; r.setrlimit(r.RLIMIT_NPROC, (10**6, 10**6))",
     "descriptors of others": "import os; [os.fstat(fd) for fd in range(3, 256)]",
-    "a file above the cap": "open('/work/big', 'wb').write(bytes(9 << 20))",
-    "fill the disk": "for i in range(9): open(f'/work/{i}', 'wb').write(bytes(1 << 20))",
+    "a file above the cap": "open('/box/big', 'wb').write(bytes(9 << 20))",
+    "fill the disk": "for i in range(9): open(f'/box/{i}', 'wb').write(bytes(1 << 20))",
     "100000 files": "for i in range(10**5): open(f'/tmp/{i}', 'w').close()",
 }
 
@@ -132,13 +132,13 @@ print(ctypes.CFUNCTYPE(ctypes.c_int)(address)())
 
 async def test_writes_to_private_folders_stay_private(prefork):
     name = f"reflux-probe-{os.getpid()}"
-    folders = ("/dev/shm", "/tmp", "/work")
+    folders = ("/dev/shm", "/tmp", "/box")
     result = await run(
         prefork, f"for f in {folders!r}: open(f + '/{name}', 'w').write('x'); print(open(f + '/{name}').read())"
     )
     assert (result.status, result.stdout) == ("ok", b"x\nx\nx\n")
     assert not any(Path(folder, name).exists() for folder in folders)
-    again = await run(prefork, "import os; print([os.listdir(f) for f in ('/dev/shm', '/tmp', '/work')])")
+    again = await run(prefork, "import os; print([os.listdir(f) for f in ('/dev/shm', '/tmp', '/box')])")
     assert again.stdout == b"[[], [], []]\n"
 
 

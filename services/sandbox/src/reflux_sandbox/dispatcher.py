@@ -138,7 +138,7 @@ class Dispatcher:
         for position, leased in enumerate(batch, start=1):  # grows while it is walked
             await self._grade(session, fidelity, leased)
             metrics.BATCHED.labels(fidelity).inc(position > 1)
-            if position == len(batch) and info.trusted and info.profile != "native":
+            if position == len(batch) and info.trusted:
                 batch += await self._more(fidelity, info.name, self._limits.batch_jobs - position, closes)
 
     async def _more(self, fidelity: Fidelity, verifier: str, most: int, closes: float) -> list[_Leased]:

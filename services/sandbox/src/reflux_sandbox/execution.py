@@ -1,4 +1,4 @@
-"""One piece of work in one child: code that a model wrote, or a batch for one verifier. The causes of an end are closed."""
+"""One piece of work in one child: code that a model wrote, or a batch for one verifier. Few causes end it."""
 
 import asyncio
 import contextlib

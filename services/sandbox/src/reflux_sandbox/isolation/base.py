@@ -9,7 +9,7 @@ from reflux_sandbox.isolation.handle import ChildHandle
 
 TierName = Literal["prefork", "process"]
 Profile = Literal["code", "grade", "native"]
-"""code: text of a model. grade: a verifier in the warm interpreter. native: a trusted one that may start programs."""
+"""code: text of a model. grade: a verifier in the warm interpreter. native: one that may start programs."""
 
 
 class Tier(IntEnum):
@@ -28,7 +28,7 @@ class ChildLimits:
     processes: int = 64
     """Processes and threads inside one child."""
     disk_bytes: int = 64 << 20
-    """Size of each of the tmpfs folders /work and /tmp."""
+    """Size of each of the tmpfs folders /box, /tmp and /dev/shm."""
     files: int = 4096
     """Inodes of each tmpfs folder."""
     open_files: int = 256
@@ -54,8 +54,8 @@ class VerifierInfo:
 
     @property
     def profile(self) -> Profile:
-        """Full-fidelity verifiers of ours call native programs; nothing else may."""
-        return "native" if self.trusted and self.fidelity == "full" else "grade"
+        """Verifiers of full fidelity call native programs; nothing else may."""
+        return "native" if self.fidelity == "full" else "grade"
 
 
 class Isolation(ABC):

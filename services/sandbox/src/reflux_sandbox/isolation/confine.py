@@ -23,6 +23,8 @@ class Cell:
     user_id: int
     """Own user id, so that limits per user are limits per child; inside a user namespace only a label."""
     in_user_namespace: bool
+    writable: tuple[str, ...]
+    """Folders that become private tmpfs mounts; the first is where work starts."""
     cgroup_procs: tuple[int, ...]
     """Open `cgroup.procs` files of the cell's cgroups."""
     proc_folder: int
@@ -43,7 +45,9 @@ def confine(cell: Cell, limits: ChildLimits, keep: set[int]) -> None:
         os.write(procs, b"0")
     kernel.unshare(_NAMESPACES)
     tree.mount_own_proc()
-    tree.mount_private_folders(0 if cell.in_user_namespace else cell.user_id, limits.disk_bytes, limits.files)
+    tree.mount_private_folders(
+        cell.writable, 0 if cell.in_user_namespace else cell.user_id, limits.disk_bytes, limits.files
+    )
     socket.sethostname("sandbox")
     set_ceilings(limits)
     _drop_user(cell)

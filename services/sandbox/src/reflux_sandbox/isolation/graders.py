@@ -21,9 +21,19 @@ class LoadedVerifiers:
         for name in task_names():
             try:
                 task = create_task(name, 0, cache_folder)
-                self._verifiers.update({f"{name}/{key}": verifier for key, verifier in task.verifiers.items()})
+                verifiers = {f"{name}/{key}": verifier for key, verifier in task.verifiers.items()}
+                self._verifiers.update(verifiers)
+                self._prepare(verifiers)
             except Exception as error:  # task boundary: one broken plug-in must not take the others down
                 self.problems.append(f"task {name} is not usable: {type(error).__name__}: {error}")
+
+    def _prepare(self, verifiers: Mapping[str, Verifier]) -> None:
+        """A verifier without its tool stays: its jobs end as infra_error with the way out."""
+        for name, verifier in verifiers.items():
+            try:
+                verifier.prepare()
+            except VerifierUnavailable as error:
+                self.problems.append(f"verifier {name} is not usable: {error}")
 
     def rows(self) -> list[dict[str, Any]]:
         """Name, version, fidelity, trust and cost of each verifier."""

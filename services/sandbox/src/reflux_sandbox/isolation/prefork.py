@@ -33,9 +33,9 @@ log = logging.getLogger(__name__)
 
 ENVIRONMENT = {
     "PATH": "/usr/local/bin:/usr/bin:/bin",
-    "HOME": "/work",
+    "HOME": "/box",
     "LANG": "C.UTF-8",
-    "TMPDIR": "/tmp",
+    "TMPDIR": "/box",
     "MALLOC_ARENA_MAX": "2",  # an arena per thread would reserve 64 MiB each and count against RLIMIT_AS
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
@@ -93,7 +93,7 @@ class PreforkIsolation(Isolation):
         user = "user namespace" if self._in_user_namespace else "own user id per child"
         fixed = [
             f"namespaces for processes, network, mounts, IPC and host name; {user}",
-            "root is a read-only tree without host data; /work, /tmp and /dev/shm are private tmpfs",
+            "root is a read-only tree without host data; /box, /tmp and /dev/shm are private tmpfs",
             "seccomp allow-list; no exec for model-written code and plain verifiers; no sockets",
             self._groups.reason,
         ]

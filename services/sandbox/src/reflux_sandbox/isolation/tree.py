@@ -18,7 +18,8 @@ _ETC = (
     "/etc/python3.13",
 )
 _DEVICES = ("null", "zero", "full", "random", "urandom")
-_WRITABLE = ("work", "tmp", "dev/shm")
+_WORK_FOLDER = "/box"
+_WRITABLE = (_WORK_FOLDER, "/tmp", "/dev/shm")
 _FORBIDDEN = ("/", "/etc", "/home", "/root", "/proc", "/sys", "/dev", "/run", "/var", "/tmp")
 """Never bound as a whole, even when they are on sys.path."""
 
@@ -46,6 +47,16 @@ class Tree:
     new_root: str
     extra_folders: tuple[str, ...] = ()
 
+    @property
+    def writable(self) -> tuple[str, ...]:
+        """Folders for private tmpfs mounts; not /tmp when this Python lives below it, which a mount would hide."""
+        shown = python_folders(self.extra_folders)
+        return tuple(
+            folder
+            for folder in _WRITABLE
+            if folder == _WORK_FOLDER or not any(f.startswith(folder + "/") for f in shown)
+        )
+
     def enter(self) -> None:
         """Replaces the caller's root; needs a mount namespace of its own. Nothing is writable afterwards."""
         kernel.mount(None, "/", None, kernel.MS_REC | kernel.MS_PRIVATE)
@@ -54,8 +65,8 @@ class Tree:
             self._show(path)
         self._make_devices()
         self._make_accounts()
-        for folder in (*_WRITABLE, "proc"):
-            self._inside("/" + folder).mkdir(parents=True, exist_ok=True)
+        for folder in (*_WRITABLE, "/proc"):
+            self._inside(folder).mkdir(parents=True, exist_ok=True)
         kernel.mount("/proc", str(self._inside("/proc")), None, kernel.MS_BIND | kernel.MS_REC)
         kernel.make_tree_read_only(self.new_root)
         kernel.pivot_root_here(self.new_root)
@@ -88,17 +99,17 @@ class Tree:
 
     def _make_accounts(self) -> None:
         self._inside("/etc").mkdir(exist_ok=True)
-        self._inside("/etc/passwd").write_text("sandbox:x:65534:65534::/work:/bin/false\n")
+        self._inside("/etc/passwd").write_text("sandbox:x:65534:65534::/box:/bin/false\n")
         self._inside("/etc/group").write_text("sandbox:x:65534:\n")
 
 
-def mount_private_folders(uid: int, disk_bytes: int, files: int) -> None:
-    """In a child's own mount namespace: /work, /tmp and /dev/shm become empty tmpfs folders of `uid`, with caps."""
+def mount_private_folders(folders: tuple[str, ...], uid: int, disk_bytes: int, files: int) -> None:
+    """In a child's own mount namespace: `folders` become empty tmpfs mounts of `uid`, with caps; enters the first."""
     flags = kernel.MS_NOSUID | kernel.MS_NODEV
-    for folder in _WRITABLE:
+    for folder in folders:
         options = f"size={disk_bytes},nr_inodes={files},mode=700,uid={uid},gid={uid}"
-        kernel.mount("tmpfs", "/" + folder, "tmpfs", flags, options)
-    os.chdir("/work")
+        kernel.mount("tmpfs", folder, "tmpfs", flags, options)
+    os.chdir(folders[0])
 
 
 def mount_own_proc() -> None:

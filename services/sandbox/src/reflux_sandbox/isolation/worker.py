@@ -75,7 +75,7 @@ def _grade_all(channel: socket.socket, nonce: str, grade: Grader) -> None:
 def run_code(text: str) -> int:
     """Runs `text` as __main__; returns its exit code, or minus the signal that stands for its cause of death."""
     sys.argv = ["main.py"]
-    namespace = {"__name__": "__main__", "__file__": "/work/main.py", "__builtins__": builtins}
+    namespace = {"__name__": "__main__", "__file__": "/box/main.py", "__builtins__": builtins}
     linecache.cache["main.py"] = (len(text), None, text.splitlines(keepends=True), "main.py")
     try:
         exec(compile(text, "main.py", "exec"), namespace)

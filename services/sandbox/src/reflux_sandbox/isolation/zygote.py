@@ -85,10 +85,15 @@ class Zygote:
         self._proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY)
         self._procs = [tuple(os.open(path, os.O_WRONLY) for path in paths) for paths in config.cgroup_procs]
         self._parent = os.pidfd_open(os.getpid())
+        self._tree = Tree(config.new_root, (config.cache_folder, *config.import_folders))
         self._free = list(range(config.cells))[::-1]
         self._cell_by_pid: dict[int, int] = {}
         self._waiting = 0
         self._without_exec = seccomp.without_exec()
+
+    def enter_tree(self) -> None:
+        """From here on this process and its children see the read-only tree only."""
+        self._tree.enter()
 
     def run(self, grade: Grader) -> None:
         """Serves until the control socket closes."""
@@ -127,6 +132,7 @@ class Zygote:
             number=number,
             user_id=self._config.first_user_id + number,
             in_user_namespace=self._config.in_user_namespace,
+            writable=self._tree.writable,
             cgroup_procs=self._procs[number] if self._procs else (),
             proc_folder=self._proc,
             parent=self._parent,
@@ -188,7 +194,7 @@ def _serve(control: socket.socket, config: ZygoteConfig) -> None:
         if threads != 1:
             notes.append(f"warm imports started {threads - 1} threads, which do not survive a fork")
         zygote = Zygote(control, config)
-        Tree(config.new_root, (config.cache_folder,)).enter()
+        zygote.enter_tree()
         gc.collect()
         gc.freeze()  # fewer pages copied after each fork
     except OSError as error:

