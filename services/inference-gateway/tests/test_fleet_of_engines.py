@@ -10,7 +10,7 @@ import torch
 
 from reflux.common.v1.common_pb2 import SamplingParams
 from reflux.inference_gateway.v1 import inference_gateway_service_pb2 as pb
-from reflux_inference_gateway.engine.main import load_model
+from reflux_inference_gateway.engine.loading import load_model
 from reflux_inference_gateway.engine.settings import EngineSettings
 from reflux_inference_gateway.engine.types import sample_seed
 from reflux_kit.errors import StartupError

@@ -1,3 +1,6 @@
+import subprocess
+import sys
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -162,3 +165,8 @@ def test_a_request_moves_once_and_only_while_nothing_is_out():
     assert not attempts.may_reissue()
     twice = Attempts(tried=["replicas/a", "replicas/b"])
     assert not twice.may_reissue()
+
+
+def test_the_gateway_process_never_imports_torch():
+    code = "import sys, reflux_inference_gateway.main; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0

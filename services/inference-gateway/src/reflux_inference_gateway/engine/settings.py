@@ -31,6 +31,9 @@ class EngineSettings(ServiceSettings):
     node: Annotated[str, Field(validation_alias="REFLUX_NODE")] = ""
     """Topology path of the node."""
 
+    advertise_host: str = ""
+    """Host under which others reach this process; empty takes the bound one, or this host's name for 0.0.0.0."""
+
     weights: Literal["broker", "folder"] = "broker"
     """Where later versions come from: the weight broker, or nowhere (only the folder's weights)."""
 

@@ -1,0 +1,57 @@
+"""The model folder and the sizes that fit it: everything that can refuse a start."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from reflux_inference_gateway.engine.core import CoreOptions, Weights
+from reflux_inference_gateway.engine.settings import EngineSettings
+from reflux_inference_gateway.engine.tokenizer import TextTokenizer
+from reflux_kit.errors import StartupError
+from reflux_model.config import ModelConfig
+from reflux_model.errors import ModelFolderError, ParameterMismatchError, UnsupportedModelError
+from reflux_model.folder import load_folder
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """What the model folder holds."""
+
+    folder: Path
+    config: ModelConfig
+    weights: Weights
+    tokenizer: TextTokenizer
+    eos_ids: tuple[int, ...]
+
+
+def load_model(settings: EngineSettings) -> LoadedModel:
+    """Reads the model folder; raises StartupError that names what is missing."""
+    if settings.model is None:
+        raise StartupError("REFLUX_ENGINE_MODEL must name a model folder")
+    try:
+        config, params = load_folder(settings.model, dtype=getattr(torch, settings.dtype))
+        tokenizer = TextTokenizer(settings.model)
+    except (ModelFolderError, UnsupportedModelError, ParameterMismatchError, OSError, ValueError) as error:
+        raise StartupError(f"REFLUX_ENGINE_MODEL: {error}") from None
+    eos_ids = tokenizer.eos_ids() | ({config.eos_token_id} if config.eos_token_id is not None else set())
+    return LoadedModel(settings.model, config, Weights(params, version=0, epoch=0), tokenizer, tuple(sorted(eos_ids)))
+
+
+def core_options(settings: EngineSettings, config: ModelConfig) -> CoreOptions:
+    """Rows and length that fit the KV budget; raises StartupError when not even one sequence does."""
+    length = min(settings.max_model_len or config.max_positions, config.max_positions)
+    element_bytes = getattr(torch, settings.dtype).itemsize
+    row_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_size * element_bytes * length
+    rows = min(settings.max_rows, settings.kv_budget_bytes // row_bytes)
+    if rows < 1:
+        raise StartupError(
+            f"REFLUX_ENGINE_KV_BUDGET_BYTES={settings.kv_budget_bytes} does not hold one sequence of {length} tokens "
+            f"({row_bytes} bytes); raise it or set REFLUX_ENGINE_MAX_MODEL_LEN"
+        )
+    return CoreOptions(
+        max_rows=rows,
+        max_model_len=length,
+        prefill_tokens_per_step=settings.prefill_tokens_per_step,
+        kv_after_swap=settings.kv_after_swap,
+    )

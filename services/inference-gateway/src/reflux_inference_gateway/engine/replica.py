@@ -1,0 +1,72 @@
+"""What the replica says about itself, and why it would end."""
+
+import logging
+import re
+import signal
+import socket
+import uuid
+
+from reflux.inference_gateway.v1.replica_pb2 import Replica as ReplicaMessage
+from reflux_inference_gateway.engine.core import CoreOptions
+from reflux_inference_gateway.engine.loop import EngineLoop
+from reflux_inference_gateway.engine.settings import EngineSettings
+from reflux_kit.server import Bound
+
+log = logging.getLogger(__name__)
+
+_WILDCARDS = ("0.0.0.0", "[::]")
+
+
+class Fatal:
+    """Owns the reason for which the process must end with status 1; its supervisor starts another one."""
+
+    def __init__(self) -> None:
+        self.reason = ""
+
+    def __call__(self, reason: str) -> None:
+        """Ends the process in order: open requests get an error, the gateway a deregistration."""
+        log.error("ends: %s", reason)
+        self.reason = reason
+        signal.raise_signal(signal.SIGTERM)
+
+
+class Description:
+    """Owns what the replica says about itself; complete once the addresses are bound."""
+
+    def __init__(self, settings: EngineSettings, model_id: str, options: CoreOptions, engine: EngineLoop) -> None:
+        owner = re.sub(r"[^A-Za-z0-9._-]", "-", settings.run or "engine")[:80]
+        self._fixed = ReplicaMessage(
+            name=f"replicas/{owner}-{settings.rank}-{uuid.uuid4().hex[:8]}",
+            model_id=model_id,
+            role=ReplicaMessage.ROLE_BOTH,
+            capacity=options.max_rows,
+            node=settings.node,
+            run=settings.run,
+        )
+        self._engine = engine
+        self._host = settings.advertise_host
+
+    @property
+    def name(self) -> str:
+        """Resource name of this process."""
+        return self._fixed.name
+
+    def bind(self, bound: Bound) -> None:
+        """Fills in the addresses."""
+        self._fixed.grpc_address = self._reachable(bound.grpc)
+        self._fixed.http_url = f"http://{self._reachable(bound.http)}" if bound.http else ""
+
+    def _reachable(self, address: str) -> str:
+        host, _, port = address.rpartition(":")
+        if host in _WILDCARDS:
+            host = socket.gethostname()
+        return f"{self._host or host}:{port}"
+
+    def __call__(self) -> ReplicaMessage:
+        """The replica at this moment."""
+        load = self._engine.load()
+        message = ReplicaMessage()
+        message.CopyFrom(self._fixed)
+        message.version, message.epoch = load.version, load.epoch
+        message.sequences, message.pending_tokens = load.running + load.waiting, load.pending_tokens
+        return message
