@@ -25,13 +25,17 @@ class PhaseDatabase:
         return {" ".join(phase.label): phase for phase in load_phases(self.cache_dir, None)}
 
 
+def lengths(phase: Phase) -> np.ndarray:
+    """Lengths [3] of the lattice vectors in angstrom."""
+    return np.linalg.norm(phase.lattice, axis=1)
+
+
 def candidate(phase: Phase, cell_scale: np.ndarray) -> Candidate:
     """The phase with stretched lattice vectors, as a refinement takes it."""
-    lattice = phase.lattice * np.asarray(cell_scale, float)[:, None]
-    lengths = np.linalg.norm(lattice, axis=1)
-    cosines = [lattice[i] @ lattice[j] / lengths[i] / lengths[j] for i, j in ((1, 2), (0, 2), (0, 1))]
-    angles = np.degrees(np.arccos(cosines))
-    a, b, c, alpha, beta, gamma = (float(value) for value in (*lengths, *angles))
+    lattice, sides = phase.lattice, lengths(phase)
+    cosines = [lattice[i] @ lattice[j] / sides[i] / sides[j] for i, j in ((1, 2), (0, 2), (0, 1))]
+    stretched, angles = sides * np.asarray(cell_scale, float), np.degrees(np.arccos(cosines))
+    a, b, c, alpha, beta, gamma = (float(value) for value in (*stretched, *angles))
     sites = tuple(
         (element, float(x), float(y), float(z), multiplicity)
         for element, (x, y, z), multiplicity in zip(phase.species, phase.coords, phase.multiplicities, strict=True)
