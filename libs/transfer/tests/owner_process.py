@@ -1,12 +1,11 @@
-"""A process that offers one region filled with `pattern`: python owner_process.py BACKEND LENGTH; speaks lines on
-stdin and stdout.
-"""
+"""A process that offers one region filled with `pattern` and obeys "withdraw" over a pipe."""
 
-import sys
+from multiprocessing.connection import Connection
 
 import numpy as np
 
 from reflux_transfer.registry import open_backend
+from reflux_transfer.settings import TransferSettings
 
 
 def pattern(length: int) -> np.ndarray:
@@ -15,21 +14,12 @@ def pattern(length: int) -> np.ndarray:
     return counter.view(np.uint8)[:length]
 
 
-def main() -> None:
-    """Prints the handle, then obeys "withdraw" and "quit"."""
-    name, length = sys.argv[1], int(sys.argv[2])
-    backend = open_backend(name)
+def offer(pipe: Connection, backend_name: str, settings: TransferSettings, length: int) -> None:
+    """Sends the handle, then obeys until it is killed or the pipe closes."""
+    backend = open_backend(backend_name, settings)
     region = backend.allocate(length)
     region.view[:] = memoryview(pattern(length))
-    print(backend.describe(region).hex(), flush=True)
-    for line in sys.stdin:
-        if line.strip() == "withdraw":
-            backend.unregister(region)
-            print("withdrawn", flush=True)
-        else:
-            break
-    backend.close()
-
-
-if __name__ == "__main__":
-    main()
+    pipe.send(backend.describe(region))
+    while pipe.recv() == "withdraw":
+        backend.unregister(region)
+        pipe.send("withdrawn")

@@ -1,9 +1,8 @@
 """Conformance: every backend passes the same suite, always between two real processes."""
 
 import gc
+import multiprocessing
 import os
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from owner_process import pattern
+from owner_process import offer, pattern
 
 from reflux_transfer import handles
 from reflux_transfer.backends.base import TransferBackend
@@ -30,6 +29,8 @@ from reflux_transfer.settings import TransferSettings
 
 MIB = 1 << 20
 SIZE = 17 * MIB + 11
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["numpy", "reflux_transfer.registry"])
 CASES = ["shm", "ucx", "ucx-tcp"]
 
 
@@ -37,23 +38,24 @@ class Owner:
     """The other process."""
 
     def __init__(self, backend: str, length: int) -> None:
-        command = [sys.executable, str(Path(__file__).with_name("owner_process.py")), backend, str(length)]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self.handle = bytes.fromhex(self.process.stdout.readline())
+        self.pipe, theirs = FORKS.Pipe()
+        self.process = FORKS.Process(target=offer, args=(theirs, backend, TransferSettings(), length), daemon=True)
+        self.process.start()
+        theirs.close()
+        assert self.pipe.poll(60), "the owner did not start"
+        self.handle = self.pipe.recv()
 
     def withdraw(self) -> None:
-        self.process.stdin.write("withdraw\n")
-        self.process.stdin.flush()
-        assert self.process.stdout.readline() == "withdrawn\n"
+        self.pipe.send("withdraw")
+        assert self.pipe.recv() == "withdrawn"
 
     def kill(self) -> None:
         self.process.kill()
-        self.process.wait()
+        self.process.join()
 
     def close(self) -> None:
         self.kill()
-        self.process.stdin.close()
-        self.process.stdout.close()
+        self.pipe.close()
 
 
 @pytest.fixture(params=CASES)

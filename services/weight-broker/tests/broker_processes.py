@@ -1,11 +1,11 @@
-"""The two ends of a sync as processes of their own: python broker_processes.py publisher|replica ADDRESS NAME TRANSPORT.
+"""The processes of a sync: broker, publisher and replica, forked from a server that has imported everything once.
 
-Both speak JSON lines. Weights are a function of a seed, so that everyone can tell which version it sees.
+Publisher and replica speak over a pipe. Weights follow from a seed, so that everyone can tell what it sees.
 """
 
 import asyncio
-import json
-import sys
+import os
+from multiprocessing.connection import Connection
 
 import numpy as np
 import xxhash
@@ -18,6 +18,7 @@ from reflux_transfer.client.wire import RETRY
 from reflux_transfer.errors import TransferError
 from reflux_transfer.layout import Layout
 from reflux_transfer.registry import open_backend
+from reflux_weight_broker import main as broker_main
 
 MODEL = "runs/r1"
 SHAPES = {"embed.weight": ([3000, 700], "float32"), "norm.weight": ([700], "float32"), "half": ([33], "bfloat16")}
@@ -40,48 +41,54 @@ def served(buffer: memoryview) -> str:
     return xxhash.xxh3_64_hexdigest(b"".join(bytes(buffer[slot.offset : slot.end]) for slot in LAYOUT.slots))
 
 
-def say(**fields: object) -> None:
-    """One JSON line."""
-    print(json.dumps(fields), flush=True)
+def broker(log: Connection, environment: dict[str, str]) -> None:
+    """`reflux-weight-broker` with its stderr in a pipe."""
+    os.environ.update(environment)
+    os.dup2(log.fileno(), 2)
+    broker_main.main()
 
 
-async def replica(address: str, name: str) -> None:
+def replica(pipe: Connection, address: str, name: str) -> None:
     """Serves what the broker commits and says so."""
+    asyncio.run(_replica(pipe, address, name))
+
+
+def publisher(pipe: Connection, address: str, transport: str) -> None:
+    """Obeys {"version": v, "seed": s, "timeout": t, "min_replicas": n, "flip": bool}."""
+    asyncio.run(_publisher(pipe, address, transport))
+
+
+async def _replica(pipe: Connection, address: str, name: str) -> None:
     arenas = ReplicaArenas(LAYOUT)
 
     async def apply(update: Update) -> float:
-        say(version=update.version, epoch=update.epoch, digest=served(update.buffer))
+        pipe.send({"version": update.version, "epoch": update.epoch, "digest": served(update.buffer)})
         return 0.5
 
     async with open_channel(address, retry=RETRY) as channel:
-        say(ready=True)
         await BrokerSubscriber(channel, replica=name, model_id=MODEL, arenas=arenas, apply=apply).run()
 
 
-async def publisher(address: str, transport: str) -> None:
-    """Obeys {"version": v, "seed": s, "timeout": t, "min_replicas": n, "flip": bool}."""
-    backend = open_backend(transport)
-    arenas = PublisherArenas(backend, LAYOUT, slice_bytes=1 << 20)
+async def _publisher(pipe: Connection, address: str, transport: str) -> None:
+    arenas = PublisherArenas(open_backend(transport), LAYOUT, slice_bytes=1 << 20)
     async with open_channel(address, retry=RETRY) as channel:
         client = BrokerPublisher(channel, MODEL, arenas)
-        say(ready=True)
-        while line := await asyncio.to_thread(sys.stdin.readline):
-            order = json.loads(line)
+        while True:
+            order = await asyncio.to_thread(pipe.recv)
             try:
-                staged = await client.stage(weights(order["seed"]), 10.0)
-                if order.get("flip"):
-                    arenas.view(staged.generation)[LAYOUT.by_name["norm.weight"].offset + 99] ^= 4
-                done = await client.distribute(
-                    staged,
-                    order["version"],
-                    sync_timeout_seconds=order.get("timeout", 20.0),
-                    min_replicas=order.get("min_replicas", 0),
-                )
-                say(epoch=done.epoch, bytes=done.bytes, replicas=[state.replica for state in done.replicas])
+                pipe.send(await _publish(client, arenas, order))
             except TransferError as error:
-                say(error=f"{type(error).__name__}: {error}")
+                pipe.send({"error": f"{type(error).__name__}: {error}"})
 
 
-if __name__ == "__main__":
-    _, role, broker, own_name, chosen = sys.argv
-    asyncio.run(replica(broker, own_name) if role == "replica" else publisher(broker, chosen))
+async def _publish(client: BrokerPublisher, arenas: PublisherArenas, order: dict) -> dict:
+    staged = await client.stage(weights(order["seed"]), 10.0)
+    if order.get("flip"):
+        arenas.view(staged.generation)[LAYOUT.by_name["norm.weight"].offset + 99] ^= 4
+    done = await client.distribute(
+        staged,
+        order["version"],
+        sync_timeout_seconds=order.get("timeout", 20.0),
+        min_replicas=order.get("min_replicas", 0),
+    )
+    return {"epoch": done.epoch, "bytes": done.bytes, "replicas": [state.replica for state in done.replicas]}

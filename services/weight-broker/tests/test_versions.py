@@ -242,6 +242,23 @@ def test_a_new_publisher_supersedes_what_its_predecessor_left_behind() -> None:
     assert second.phase is Phase.COMMITTING
 
 
+def test_a_decided_version_is_never_aborted_by_the_next_one() -> None:
+    versions = machine("a", "b")
+    first, _ = begin(versions, 1)
+    report(versions, "a", 1, "prepared")
+    report(versions, "b", 1, "prepared")
+    report(versions, "a", 1, "committed")
+    begin(versions, 2)
+    assert first.phase is Phase.COMMITTED
+    assert versions.committed.epoch == 1
+    with pytest.raises(StaleEpoch):
+        report(versions, "b", 1, "committed")
+    for outcome in ("prepared", "committed"):
+        for name in ("a", "b"):
+            report(versions, name, 2, outcome)
+    assert [r.version for r in versions.replicas.values()] == [2, 2]
+
+
 def test_versions_do_not_go_back_unless_restored() -> None:
     versions = machine("a")
     commit(versions, 5)

@@ -27,6 +27,7 @@ log = logging.getLogger(__name__)
 
 _TICK_SECONDS = 0.1
 _RETRY_SECONDS = 0.5
+_STOP_SECONDS = 1.0
 _HISTORY = 64
 
 
@@ -51,7 +52,9 @@ class _Model:
 
     machine: ModelVersions
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    outbox: asyncio.Queue[Action] = field(default_factory=asyncio.Queue)
+    outbox: asyncio.Queue[Action | None] = field(default_factory=asyncio.Queue)
+    """What is to be done, in order; None ends the writer."""
+
     streams: dict[str, _Stream] = field(default_factory=dict)
     versions: OrderedDict[int, version_pb.WeightVersion] = field(default_factory=OrderedDict)
     changed: asyncio.Condition = field(default_factory=asyncio.Condition)
@@ -81,8 +84,21 @@ class Coordinator:
             try:
                 yield self
             finally:
-                for task in self._tasks:
-                    task.cancel()
+                await self._stop()
+
+    async def _stop(self) -> None:
+        """Lets the writers finish what was decided, within a second, then ends them."""
+        clock, *writers = self._tasks
+        clock.cancel()
+        for model in self._models.values():
+            model.outbox.put_nowait(None)
+        if writers:
+            await asyncio.wait(writers, timeout=_STOP_SECONDS)
+        while pending := [task for task in self._tasks if not task.done()]:
+            # Again and again: a Redis call may swallow a cancellation that meets its own timeout.
+            for task in pending:
+                task.cancel()
+            await asyncio.wait(pending, timeout=_TICK_SECONDS)
 
     async def register(self, model_id: str, replica: Replica) -> version_pb.WeightVersion | None:
         """Adds a replica; returns the committed version."""
@@ -240,6 +256,8 @@ class Coordinator:
     async def _carry_out(self, model: _Model) -> None:
         while True:
             action = await model.outbox.get()
+            if action is None:
+                return
             metrics.REPLICAS.set(sum(len(each.machine.replicas) for each in self._models.values()))
             if isinstance(action, Persist):
                 await self._persist(model, action)

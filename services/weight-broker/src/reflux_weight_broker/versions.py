@@ -88,12 +88,13 @@ class ModelVersions:
     def begin(
         self, manifest: Manifest, epoch: int, *, timeout_seconds: float, min_replicas: int, now: float
     ) -> tuple[Transaction, list[Action]]:
-        """Starts a version under a fresh epoch after `check_begin`; one that is still under way is aborted."""
+        """Starts a version under a fresh epoch after `check_begin`; one that still prepares is aborted."""
         assert epoch > self.last_epoch, "epochs never repeat"
-        everyone = list(self.replicas.values())
-        actions = (
-            self._abort(self.current, f"superseded by epoch {epoch}", now, leaving=everyone) if self.current else []
-        )
+        everyone, actions = list(self.replicas.values()), []
+        if self.current and self.current.phase is Phase.COMMITTING:
+            actions += self._end(self.current, Phase.COMMITTED, now)  # decided: the stragglers get the next one
+        elif self.current:
+            actions += self._abort(self.current, f"superseded by epoch {epoch}", now, leaving=everyone)
         self.last_epoch = epoch
         transaction = Transaction(epoch, manifest, timeout_seconds, min_replicas, now, now + timeout_seconds)
         self.current = transaction

@@ -26,6 +26,7 @@ _PAUSE_SECONDS = 0.2
 _MAX_PAUSE_SECONDS = 2.0
 _CALL_SECONDS = 10.0
 _PULL_SECONDS = 3600.0
+_NOTHING = PullReport(0, 0, 0.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,13 @@ class Update:
     epoch: int
     index: int
     buffer: memoryview
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    epoch: int
+    report: PullReport
+    fingerprint: int
 
 
 Apply = Callable[[Update], Awaitable[float]]
@@ -57,10 +65,13 @@ class BrokerSubscriber:
         self._pull: asyncio.Task[None] | None = None
         self._cancelled = threading.Event()
         self._pulling = 0
-        self._prepared: tuple[int, PullReport, int] | None = None
+        self._prepared: _Prepared | None = None
         self.version = 0
         self.epoch = 0
         """What the replica serves; 0 before the first commit."""
+
+        self.fingerprint = 0
+        """xxh3_64 over the served parameters in layout order."""
 
     async def run(self) -> None:
         """Registers and follows events until it is cancelled.
@@ -114,7 +125,7 @@ class BrokerSubscriber:
             await self._commit(epoch, event.version.version)
         elif event.event == pb.WatchVersionsResponse.EVENT_ABORT:
             await self._stop_pull()
-            if self._prepared and self._prepared[0] == epoch:
+            if self._prepared and self._prepared.epoch == epoch:
                 self._prepared = None
 
     async def _stop_pull(self) -> None:
@@ -125,12 +136,12 @@ class BrokerSubscriber:
             self._pull = None
 
     async def _prepare(self, event: pb.WatchVersionsResponse) -> None:
-        epoch = event.version.epoch
-        if self._prepared is None or self._prepared[0] != epoch:
+        epoch, report = event.version.epoch, _NOTHING
+        if self.epoch != epoch and (self._prepared is None or self._prepared.epoch != epoch):
             self._prepared = None
             try:
                 with span("weights.pull", epoch=epoch, transport=event.transport):
-                    report, digest = await asyncio.to_thread(self._pull_into_shadow, event, self._cancelled)
+                    self._prepared = await asyncio.to_thread(self._pull_into_shadow, event, self._cancelled)
             except ReadCancelled:
                 return
             except (TransferError, ValueError, MemoryError) as error:
@@ -138,12 +149,11 @@ class BrokerSubscriber:
                 text = f"{type(error).__name__}: {error}"
                 await self._acknowledge(epoch, pb.AckVersionRequest.OUTCOME_FAILED, error=text)
                 return
-            self._prepared = (epoch, report, digest)
-        report = self._prepared[1]
+            report = self._prepared.report
         outcome = pb.AckVersionRequest.OUTCOME_PREPARED
         await self._acknowledge(epoch, outcome, bytes=report.bytes, transfer_seconds=report.seconds)
 
-    def _pull_into_shadow(self, event: pb.WatchVersionsResponse, cancelled: threading.Event) -> tuple[PullReport, int]:
+    def _pull_into_shadow(self, event: pb.WatchVersionsResponse, cancelled: threading.Event) -> _Prepared:
         backend = self._backends.get(event.transport)
         if backend is None:
             backend = self._backends[event.transport] = open_backend(event.transport)
@@ -154,22 +164,22 @@ class BrokerSubscriber:
             report = pull(backend, remote, local, slices, deadline_seconds=_PULL_SECONDS, cancelled=cancelled.is_set)
         finally:
             backend.release(remote)
-        return report, fingerprint(local.view, self._arenas.layout)
+        return _Prepared(event.version.epoch, report, fingerprint(local.view, self._arenas.layout))
 
     async def _commit(self, epoch: int, version: int) -> None:
-        pause_ms, digest = 0.0, 0
+        pause_ms = 0.0
         if self.epoch != epoch:
-            if self._prepared is None or self._prepared[0] != epoch:
+            if self._prepared is None or self._prepared.epoch != epoch:
                 await self._acknowledge(epoch, pb.AckVersionRequest.OUTCOME_FAILED, error="the epoch was not prepared")
                 return
-            digest = self._prepared[2]
             index = self._arenas.shadow_index
             pause_ms = await self._apply(Update(version, epoch, index, self._arenas.buffers[index]))
             self._arenas.swap()
-            self.epoch, self.version, self._prepared = epoch, version, None
+            self.epoch, self.version, self.fingerprint = epoch, version, self._prepared.fingerprint
+            self._prepared = None
             log.info("replica %s serves version %d (epoch %d)", self._replica, version, epoch)
         outcome = pb.AckVersionRequest.OUTCOME_COMMITTED
-        await self._acknowledge(epoch, outcome, fingerprint=digest, pause_ms=pause_ms)
+        await self._acknowledge(epoch, outcome, fingerprint=self.fingerprint, pause_ms=pause_ms)
 
     async def _acknowledge(self, epoch: int, outcome: pb.AckVersionRequest.Outcome.ValueType, **fields: object) -> None:
         request = pb.AckVersionRequest(
