@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from botocore.exceptions import ClientError
+from botocore.exceptions import ClientError, ResponseStreamingError
 
 from reflux_storage.errors import AlreadyExists, PreconditionFailed, StoreUnavailable
 from reflux_storage.stores import open_store
@@ -96,3 +96,41 @@ def test_a_server_that_is_away_is_named(s3_options: S3Options) -> None:
 def test_a_malformed_endpoint_is_unavailable(s3_options: S3Options, endpoint: str) -> None:
     with pytest.raises(StoreUnavailable, match="endpoint"):
         open_store("s3://bucket", replace(s3_options, endpoint=endpoint))
+
+
+class BreakingBody:
+    """A response body that delivers a few bytes and then breaks, as often as it is asked to."""
+
+    def __init__(self, body: Any) -> None:
+        self._body = body
+        self._left = 3
+
+    def readinto(self, view: memoryview) -> int:
+        if not self._left:
+            raise ResponseStreamingError(error="connection reset")
+        count = self._body.readinto(view[: self._left])
+        self._left -= count
+        return count
+
+
+@pytest.mark.parametrize(("breaks", "arrives"), [(2, True), (3, False)])
+def test_a_body_that_breaks_is_continued_a_few_times(
+    s3: S3Store, monkeypatch: pytest.MonkeyPatch, breaks: int, arrives: bool
+) -> None:
+    s3.put_create_only("k", b"0123456789")
+    get, ranges = s3._client.get_object, []
+
+    def breaking(**arguments: Any) -> Any:
+        ranges.append(arguments["Range"])
+        answer = get(**arguments)
+        return {**answer, "Body": BreakingBody(answer["Body"]) if len(ranges) <= breaks else answer["Body"]}
+
+    monkeypatch.setattr(s3._client, "get_object", breaking)
+    target = bytearray(10)
+    if not arrives:
+        with pytest.raises(StoreUnavailable):
+            s3.get_range("k", 0, memoryview(target))
+        return
+    s3.get_range("k", 0, memoryview(target))
+    assert target == b"0123456789"
+    assert ranges == ["bytes=0-9", "bytes=3-9", "bytes=6-9"]

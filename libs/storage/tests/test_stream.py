@@ -2,6 +2,8 @@
 
 import random
 import struct
+import threading
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -191,6 +193,48 @@ def test_a_failed_part_ends_the_write_and_drops_the_upload(tmp_path: Path) -> No
     assert list(store.list_uploads("")) == []
     with pytest.raises(NotFound):
         store.head("k")
+
+
+class StalledPart(FolderStore):
+    """Part 2 does not come back before `released`."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.released = threading.Event()
+
+    def put_part(self, upload: MultipartUpload, number: int, data: bytes | memoryview) -> PartReceipt:
+        if number == 2:
+            self.released.wait(60)
+        return super().put_part(upload, number, data)
+
+
+def test_a_stalled_part_ends_the_write_and_is_named(tmp_path: Path) -> None:
+    store = StalledPart(tmp_path)
+    options = StreamOptions(part_bytes=MIN_PART_BYTES, connections=2, part_deadline_seconds=0.3)
+    try:
+        with pytest.raises(StoreUnavailable, match=r"k: parts \[2\] of upload [0-9a-f]{32}"):
+            write_tensors(store, "k", some_tensors(), options)
+    finally:
+        store.released.set()
+    with pytest.raises(NotFound):
+        store.head("k")
+
+
+def test_memory_is_bounded_by_the_parts_in_flight(tmp_path: Path) -> None:
+    size, count = 4 << 20, 24
+    sources = [
+        TensorSource(f"t{i}", "U8", (size,), lambda i=i: memoryview(bytes([i]) * size))  # type: ignore[misc]
+        for i in range(count)
+    ]
+    store = FolderStore(tmp_path)
+    tracemalloc.start()
+    try:
+        write_tensors(store, "k", sources, SMALL_PARTS)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < size * count / 2
+    assert peak < 2 * (SMALL_PARTS.connections + 1) * MIN_PART_BYTES + 2 * size
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,7 @@ _MISSING = {"NoSuchKey", "404", "NotFound", "NoSuchUpload", "InvalidRange", "416
 _REFUSED = {"PreconditionFailed", "412"}
 _CONFLICT = {"ConditionalRequestConflict", "409"}
 _CONFLICT_TRIES = 4
+_BODY_TRIES = 3
 
 
 class S3Store(ObjectStore):
@@ -83,12 +84,18 @@ class S3Store(ObjectStore):
         view = into.cast("B")
         if not len(view):
             return
-        wanted = f"bytes={offset_bytes}-{offset_bytes + len(view) - 1}"
-        with self._translated(key):
-            body = self._client.get_object(Bucket=self._bucket, Key=self._full(key), Range=wanted)["Body"]
-            done = 0
-            while done < len(view) and (count := body.readinto(view[done:])):
-                done += count
+        done = 0
+        for attempt in range(_BODY_TRIES):
+            wanted = f"bytes={offset_bytes + done}-{offset_bytes + len(view) - 1}"
+            with self._translated(key):
+                body = self._client.get_object(Bucket=self._bucket, Key=self._full(key), Range=wanted)["Body"]
+                try:
+                    while done < len(view) and (count := body.readinto(view[done:])):
+                        done += count
+                    break
+                except HTTPClientError:  # the client repeats requests, not broken bodies: go on behind what came
+                    if attempt == _BODY_TRIES - 1:
+                        raise
         if done < len(view):
             raise NotFound(f"{key} ends before byte {offset_bytes + len(view)}")
 
