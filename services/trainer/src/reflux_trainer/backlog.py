@@ -35,32 +35,35 @@ class Backlog:
         self.next_index = next_index
         self._size = groups_per_step
         self._closed = {index for index in closed if index >= next_index}
-        self._arrived: dict[int, Arrival] = {}
+        self._arrived: dict[int, Group] = {}
         self._batch: list[Group] = []
 
-    def add(self, arrival: Arrival) -> None:
-        """Takes an arrival; one that was consumed already is ignored."""
-        if arrival.index >= self.next_index and arrival.index not in self._closed:
-            self._arrived[arrival.index] = arrival
+    def add(self, arrival: Arrival) -> Closing | None:
+        """Takes an arrival and says why it is dropped, if it is: at once, so that its place is refilled at once.
 
-    def advance(self) -> list[tuple[Arrival, Closing]]:
-        """Moves on as far as groups have arrived or the batch is full; returns those that were dropped on the way."""
-        dropped: list[tuple[Arrival, Closing]] = []
+        One that was consumed already is ignored.
+        """
+        if arrival.index < self.next_index or arrival.index in self._closed:
+            return None
+        closing = closing_of(arrival)
+        if closing:
+            self._closed.add(arrival.index)
+            return closing
+        assert isinstance(arrival, Group)
+        self._arrived[arrival.index] = arrival
+        return None
+
+    def advance(self) -> bool:
+        """Moves on as far as groups have arrived; True when the batch is full."""
         while not self.full:
-            if self.next_index in self._closed:
+            if self.next_index in self._arrived:
+                self._batch.append(self._arrived.pop(self.next_index))
+            elif self.next_index in self._closed:
                 self._closed.remove(self.next_index)
-            elif self.next_index in self._arrived:
-                arrival = self._arrived.pop(self.next_index)
-                closing = closing_of(arrival)
-                if closing:
-                    dropped.append((arrival, closing))
-                else:
-                    assert isinstance(arrival, Group)
-                    self._batch.append(arrival)
             else:
-                break
+                return False
             self.next_index += 1
-        return dropped
+        return True
 
     @property
     def full(self) -> bool:

@@ -3,13 +3,13 @@
 import asyncio
 import logging
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 from uuid import uuid4
 
 import grpc
 
 from reflux.checkpoint.v1 import checkpoint_pb2
 from reflux.checkpoint.v1 import checkpoint_service_pb2 as pb
-from reflux.checkpoint.v1.checkpoint_service_pb2_grpc import CheckpointServiceStub
 from reflux_trainer.learner_client import LearnerClient, LearnerFailed
 from reflux_trainer.queue.ledger import Cursor, Ledger
 from reflux_trainer.watchdog import Waits
@@ -20,6 +20,9 @@ METHODS = tuple(
     f"reflux.checkpoint.v1.CheckpointService/{name}"
     for name in ("BeginCheckpoint", "CommitCheckpoint", "AbortCheckpoint", "GetLatestCheckpoint")
 )
+
+if TYPE_CHECKING:
+    from reflux.checkpoint.v1.checkpoint_service_pb2_grpc import CheckpointServiceAsyncStub
 """Idempotent methods that the channel may repeat."""
 
 
@@ -47,7 +50,7 @@ class Checkpoints:
 
     def __init__(
         self,
-        stub: CheckpointServiceStub,
+        stub: "CheckpointServiceAsyncStub",
         ledger: Ledger,
         waits: Waits,
         *,

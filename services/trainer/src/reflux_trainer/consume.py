@@ -51,31 +51,30 @@ class BatchFormer:
     async def form(self) -> Batch:
         """The next full batch. Raises NothingToLearn."""
         dropped: list[tuple[Arrival, Closing]] = []
-        while True:
-            dropped += await self._advance()
-            if self._backlog.full:
-                return Batch(self._backlog.take(), dropped, self._backlog.next_index)
+        while not self._backlog.advance():
+            dropped += await self._receive()
             if len(dropped) > self._limit:
                 reasons = ", ".join(f"{count} {why}" for why, count in Counter(why for _, why in dropped).items())
                 raise NothingToLearn(
                     f"{len(dropped)} groups in a row were dropped ({reasons}): rewards of a group never differ, or are "
                     "never known; check the verifier, the warm-up and the sampling temperature"
                 )
-            await self._receive()
+        return Batch(self._backlog.take(), dropped, self._backlog.next_index)
 
-    async def _advance(self) -> list[tuple[Arrival, Closing]]:
-        dropped = self._backlog.advance()
-        if dropped:
-            await self._queue.close(dropped)
-            self._window.dropped(len(dropped))
-            await self._issuer.fill()
-        return dropped
-
-    async def _receive(self) -> None:
+    async def _receive(self) -> list[tuple[Arrival, Closing]]:
+        """Waits for arrivals; closes and refills those that are dropped, and returns them."""
         party = f"the rollout workers to finish prompt {self._backlog.next_index}"
         arrivals: list[Arrival] = []
         with self._waits.on("wait_rollout", party):
             while not arrivals:
                 arrivals = await self._queue.read(_BLOCK_MS)
+        dropped: list[tuple[Arrival, Closing]] = []
         for arrival in arrivals:
-            self._backlog.add(arrival)
+            closing = self._backlog.add(arrival)
+            if closing is not None:
+                dropped.append((arrival, closing))
+        if dropped:
+            await self._queue.close(dropped)
+            self._window.dropped(len(dropped))
+            await self._issuer.fill()
+        return dropped

@@ -1,11 +1,11 @@
 """The trainer's HTTP face: /v1/runs as JSON and server-sent events, and a plain page for people."""
 
 import json
-from collections.abc import Awaitable, Callable
 from importlib import resources
 from uuid import uuid4
 
 from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
 from redis.exceptions import RedisError
 
 from reflux_kit import auth
@@ -17,7 +17,6 @@ from reflux_trainer.records import RunRecord
 from reflux_trainer.store import RunStore
 from reflux_trainer.supervisor import Supervisor
 
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _OPEN_PATHS = ("/", "/healthz", "/metrics")
 _MAX_BODY_BYTES = 1 << 20
 _STATUS = {
@@ -47,7 +46,7 @@ def application(supervisor: Supervisor, store: RunStore, stack_secret: str) -> w
     return app
 
 
-def _guard(stack_secret: str) -> Callable[[web.Request, Handler], Awaitable[web.StreamResponse]]:
+def _guard(stack_secret: str) -> Middleware:
     @web.middleware
     async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
         try:

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from redis.asyncio import Redis
-
+from reflux_trainer.queue.client import RedisClient
 from reflux_trainer.queue.keys import RunKeys
 
 MAX_EVENTS = 20_000
@@ -36,7 +35,7 @@ class Event:
 class Journal:
     """Writer of one run's events and transcripts. Lines are flushed one by one; a half line at the end is ignored."""
 
-    def __init__(self, redis: Redis, run: str, folder: Path) -> None:
+    def __init__(self, redis: RedisClient, run: str, folder: Path) -> None:
         self._redis = redis
         self._key = RunKeys(run).events
         self._folder = folder

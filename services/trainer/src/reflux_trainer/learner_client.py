@@ -4,7 +4,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 from uuid import uuid4
 
 import grpc
@@ -19,6 +19,9 @@ from reflux_trainer import oplog
 from reflux_trainer.learners import LearnerEntry, LearnerRegistry
 from reflux_trainer.queue.ledger import Ledger
 from reflux_trainer.watchdog import Waits
+
+if TYPE_CHECKING:
+    from reflux.trainer.v1.learner_service_pb2_grpc import LearnerServiceAsyncStub
 
 log = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
@@ -67,7 +70,7 @@ class LearnerClient:
         self._lock = asyncio.Lock()
         self._entry: LearnerEntry | None = None
         self._channel: grpc.aio.Channel | None = None
-        self._stub: LearnerServiceStub | None = None
+        self._stub: LearnerServiceAsyncStub | None = None
         self.op_id = 0
         """Last operation that the learner has acknowledged."""
         self.version = 0
@@ -116,7 +119,7 @@ class LearnerClient:
         request = pb.SaveStateRequest(model_id=self._source.model_id, store_url=store_url, prefix=prefix)
         return await self._call(lambda stub: stub.SaveState(request, timeout=_LOAD_SECONDS))
 
-    async def _call(self, send: Callable[[LearnerServiceStub], Awaitable[Answer]]) -> Answer:
+    async def _call(self, send: Callable[["LearnerServiceAsyncStub"], Awaitable[Answer]]) -> Answer:
         while True:
             entry = self._entry
             try:
@@ -150,7 +153,7 @@ class LearnerClient:
             raise LearnerFailed(error) from None
         return True
 
-    async def _load(self, stub: LearnerServiceStub) -> int:
+    async def _load(self, stub: "LearnerServiceAsyncStub") -> int:
         source, checkpoint = self._source, await self._latest_checkpoint()
         if checkpoint is None:
             request = pb.CreateModelRequest(

@@ -1,9 +1,12 @@
 """Learner operations as they are logged and replayed: what changes the model's state, in order, with its data."""
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from reflux.trainer.v1 import learner_service_pb2 as pb
-from reflux.trainer.v1.learner_service_pb2_grpc import LearnerServiceStub
+
+if TYPE_CHECKING:
+    from reflux.trainer.v1.learner_service_pb2_grpc import LearnerServiceAsyncStub
 
 Operation = pb.ForwardBackwardRequest | pb.OptimStepRequest
 _KINDS: dict[bytes, type[pb.ForwardBackwardRequest] | type[pb.OptimStepRequest]] = {
@@ -25,14 +28,16 @@ def decode(raw: bytes) -> Operation:
     return _KINDS[raw[:1]].FromString(raw[1:])
 
 
-async def send(stub: LearnerServiceStub, operation: Operation) -> pb.ForwardBackwardResponse | pb.OptimStepResponse:
+async def send(
+    stub: "LearnerServiceAsyncStub", operation: Operation
+) -> pb.ForwardBackwardResponse | pb.OptimStepResponse:
     """Runs one operation; repeating it is harmless."""
     if isinstance(operation, pb.ForwardBackwardRequest):
         return await stub.ForwardBackward(operation, timeout=COMPUTE_SECONDS)
     return await stub.OptimStep(operation, timeout=COMPUTE_SECONDS)
 
 
-async def replay(stub: LearnerServiceStub, logged: Sequence[tuple[int, bytes]]) -> None:
+async def replay(stub: "LearnerServiceAsyncStub", logged: Sequence[tuple[int, bytes]]) -> None:
     """Runs logged operations in order."""
     for _op_id, raw in logged:
         await send(stub, decode(raw))

@@ -3,8 +3,9 @@
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from redis.asyncio import Redis
+import grpc
 
 from reflux.checkpoint.v1.checkpoint_service_pb2_grpc import CheckpointServiceStub
 from reflux.inference_gateway.v1.inference_gateway_service_pb2_grpc import InferenceGatewayServiceStub
@@ -14,29 +15,37 @@ from reflux.weight_broker.v1.weight_broker_service_pb2_grpc import WeightBrokerS
 from reflux_kit.channel import open_channel
 from reflux_trainer.checkpointing import METHODS
 from reflux_trainer.learners import LearnerRegistry
+from reflux_trainer.queue.client import RedisClient
 from reflux_trainer.settings import TrainerSettings
+
+if TYPE_CHECKING:
+    from reflux.checkpoint.v1.checkpoint_service_pb2_grpc import CheckpointServiceAsyncStub
+    from reflux.inference_gateway.v1.inference_gateway_service_pb2_grpc import InferenceGatewayServiceAsyncStub
+    from reflux.sandbox.v1.sandbox_service_pb2_grpc import SandboxServiceAsyncStub
+    from reflux.scheduler.v1.scheduler_service_pb2_grpc import SchedulerServiceAsyncStub
+    from reflux.weight_broker.v1.weight_broker_service_pb2_grpc import WeightBrokerServiceAsyncStub
 
 
 @dataclass(frozen=True)
 class Peers:
     """Everything outside the trainer."""
 
-    redis: Redis
-    scheduler: SchedulerServiceStub
-    gateway: InferenceGatewayServiceStub
-    broker: WeightBrokerServiceStub
-    sandbox: SandboxServiceStub
-    checkpoint: CheckpointServiceStub
+    redis: RedisClient
+    scheduler: "SchedulerServiceAsyncStub"
+    gateway: "InferenceGatewayServiceAsyncStub"
+    broker: "WeightBrokerServiceAsyncStub"
+    sandbox: "SandboxServiceAsyncStub"
+    checkpoint: "CheckpointServiceAsyncStub"
     learners: LearnerRegistry
     settings: TrainerSettings
 
 
 @asynccontextmanager
-async def open_peers(redis: Redis, settings: TrainerSettings) -> AsyncIterator[Peers]:
+async def open_peers(redis: RedisClient, settings: TrainerSettings) -> AsyncIterator[Peers]:
     """Yields the peers; their processes need not be up yet."""
     async with AsyncExitStack() as stack:
 
-        async def channel(address: str, retry: tuple[str, ...] = ()) -> object:
+        async def channel(address: str, retry: tuple[str, ...] = ()) -> grpc.aio.Channel:
             return await stack.enter_async_context(open_channel(address, settings, retry=retry, subject="trainer"))
 
         scheduler = ("GetJob", "CreateJob", "CancelJob", "ExplainJob")

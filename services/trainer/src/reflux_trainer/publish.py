@@ -5,14 +5,17 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import grpc
 
 from reflux.trainer.v1 import learner_service_pb2 as learner_pb
 from reflux.weight_broker.v1 import weight_broker_service_pb2 as broker_pb
-from reflux.weight_broker.v1.weight_broker_service_pb2_grpc import WeightBrokerServiceStub
 from reflux_trainer.learner_client import LearnerClient, LearnerFailed
 from reflux_trainer.watchdog import Waits
+
+if TYPE_CHECKING:
+    from reflux.weight_broker.v1.weight_broker_service_pb2_grpc import WeightBrokerServiceAsyncStub
 
 log = logging.getLogger(__name__)
 _RETRY_SECONDS = 0.5
@@ -45,7 +48,7 @@ class Publisher:
     def __init__(
         self,
         learner: LearnerClient,
-        broker: WeightBrokerServiceStub,
+        broker: "WeightBrokerServiceAsyncStub",
         tasks: asyncio.TaskGroup,
         waits: Waits,
         model_id: str,

@@ -4,10 +4,9 @@ import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
-from redis.asyncio import Redis
-
 from reflux_kit.errors import Conflict, NotFound
 from reflux_trainer.journal import MAX_EVENTS, Event
+from reflux_trainer.queue.client import RedisClient
 from reflux_trainer.queue.keys import RunKeys
 from reflux_trainer.queue.streams import entries_of
 from reflux_trainer.records import RunRecord
@@ -38,7 +37,7 @@ class Watched:
 class RunStore:
     """All runs of one stack."""
 
-    def __init__(self, redis: Redis) -> None:
+    def __init__(self, redis: RedisClient) -> None:
         self._redis = redis
         self._save = redis.register_script(_SAVE)
 

@@ -3,7 +3,6 @@
 import json
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +51,7 @@ def summarize(
             for name in ("step", "wait_rollout", "train", "sync", "other", "generate", "verify")
         },
         "versions": _versions(rl),
-        "ledger": asdict(audit) if audit else None,
+        "ledger": _ledger(audit) if audit else None,
         "config": record.config.model_dump(exclude_none=True),
     }
 
@@ -62,6 +61,11 @@ def write(folder: Path, document: dict[str, Any]) -> None:
     partial = folder / "summary.json.partial"
     partial.write_text(json.dumps(document, indent=1) + "\n")
     partial.replace(folder / "summary.json")
+
+
+def _ledger(audit: Audit) -> dict[str, Any]:
+    states = ("issued", "emitted", "trained", "filtered", "unknown", "dead")
+    return {state: audit.counts.get(state, 0) for state in states} | {"violations": audit.violations}
 
 
 def _ends(events: Events, steps: int) -> tuple[dict[str, float], dict[str, float]]:

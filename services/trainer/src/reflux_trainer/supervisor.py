@@ -1,6 +1,7 @@
 """Owns the running attempts: starts new runs, takes up unfinished ones by itself, ends each with its cause."""
 
 import asyncio
+import contextvars
 import hashlib
 import logging
 import time
@@ -156,7 +157,10 @@ class Supervisor:
         control = self._controls[record.run] = Control()
         if record.paused:
             control.pause()
-        self._attempts[record.run] = asyncio.create_task(self._attempt(record, control), name=f"run {record.run}")
+        # An empty context: the deadline and the trace of the call that started the run are not the run's.
+        self._attempts[record.run] = asyncio.create_task(
+            self._attempt(record, control), name=f"run {record.run}", context=contextvars.Context()
+        )
 
     async def _attempt(self, record: RunRecord, control: Control) -> None:
         run = record.run

@@ -107,11 +107,11 @@ async def test_the_primitives_train_exactly_as_the_core_does(tmp_path: Path) -> 
         status = await w.stub.GetLearner(pb.GetLearnerRequest())
         assert (status.model_id, status.op_id, status.version) == (MODEL, 6, 3)
         assert w.host.session is not None
-        first = w.host.session.learner.flat.detach().clone()
+        first = w.host.session.learner.flat.clone()
         await w.create()
         for op_id in (1, 3, 5):
             await w.step(op_id)
-        assert torch.equal(w.host.session.learner.flat.detach(), first)
+        assert torch.equal(w.host.session.learner.flat, first)
 
 
 async def test_a_repeated_operation_has_one_effect_and_a_gap_is_refused(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """Saving and loading: a resumed learner goes on bit for bit, in another process too."""
 
-import hashlib
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,30 +13,18 @@ from reflux_storage.stores import open_store
 from reflux_storage.stores.base import ObjectStore
 from reflux_trainer.learner.core import Learner
 from reflux_trainer.learner.journal import Journal
-from reflux_trainer.learner.ops import LossSpec, StepFigures, StepSpec
+from reflux_trainer.learner.ops import StepFigures, StepSpec
 from reflux_trainer.learner.state import StateCapture, StateMismatchError, restore
 
+from .learner_states import LOSS, digest, train
 from .tiny import CONFIG, tiny_groups, tiny_learner
 
 torch.set_num_threads(1)
 KEY = "checkpoints/1/learner-00000.safetensors"
-LOSS = LossSpec(name="ppo", clip_low=5.0, clip_high=5.0)
-
-
-def _train(learner: Learner, steps: int) -> None:
-    for _ in range(steps):
-        learner.forward_backward(tiny_groups(), LOSS)
-        learner.optim_step(StepSpec(learning_rate=1e-2, weight_decay=0.1, max_grad_norm=1.0))
-
-
-def _digest(learner: Learner) -> str:
-    moments = learner.optimizer.state[learner.flat]
-    tensors = [learner.flat.detach(), moments["exp_avg"], moments["exp_avg_sq"], moments["step"].reshape(1)]
-    return hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in tensors)).hexdigest()
 
 
 def _save(learner: Learner, store: ObjectStore, journal: Journal | None = None, epoch: int = 0) -> None:
-    capture = StateCapture(learner)
+    capture = StateCapture()
     capture.take(learner, journal or Journal(), epoch)
     capture.write(store, KEY)
 
@@ -48,52 +36,50 @@ def store(tmp_path: Path) -> ObjectStore:
 
 def test_a_fresh_process_goes_on_bit_for_bit(store: ObjectStore, tmp_path: Path) -> None:
     learner = tiny_learner()
-    _train(learner, 3)
+    train(learner, 3)
     _save(learner, store)
-    _train(learner, 2)
+    train(learner, 2)
     script = (
-        "import sys, torch; torch.set_num_threads(1)\n"
-        f"sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
-        "import tiny, hashlib\n"
+        "import torch; torch.set_num_threads(1)\n"
         "from reflux_storage.stores import open_store\n"
         "from reflux_trainer.learner.state import restore\n"
-        "from reflux_trainer.learner.ops import LossSpec, StepSpec\n"
-        f"learner = restore(open_store('file://{tmp_path}/store'), {KEY!r}, tiny.CONFIG, 0).learner\n"
-        "for _ in range(2):\n"
-        "    learner.forward_backward(tiny.tiny_groups(), LossSpec(name='ppo', clip_low=5.0, clip_high=5.0))\n"
-        "    learner.optim_step(StepSpec(learning_rate=1e-2, weight_decay=0.1, max_grad_norm=1.0))\n"
-        "state = learner.optimizer.state[learner.flat]\n"
-        "parts = [learner.flat.detach(), state['exp_avg'], state['exp_avg_sq'], state['step'].reshape(1)]\n"
-        "print(learner.version, hashlib.sha256(b''.join(p.numpy().tobytes() for p in parts)).hexdigest())\n"
+        "from learner_states import digest, train\n"
+        "from tiny import CONFIG\n"
+        f"learner = restore(open_store('file://{tmp_path}/store'), {KEY!r}, CONFIG, 0).learner\n"
+        "train(learner, 2)\n"
+        "print(learner.version, digest(learner))\n"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)
-    assert done.stdout.split() == ["5", _digest(learner)]
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent)}
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True, env=environment
+    )
+    assert done.stdout.split() == ["5", digest(learner)]
 
 
 def test_a_state_between_backward_and_step_keeps_the_gradient(store: ObjectStore) -> None:
     learner = tiny_learner()
-    _train(learner, 1)
+    train(learner, 1)
     learner.forward_backward(tiny_groups()[:2], LOSS)
     _save(learner, store)
     loaded = restore(store, KEY, CONFIG, 0).learner
     for survivor in (learner, loaded):
         survivor.forward_backward(tiny_groups()[2:], LOSS)
         survivor.optim_step(StepSpec(learning_rate=1e-2))
-    assert _digest(loaded) == _digest(learner)
+    assert digest(loaded) == digest(learner)
 
 
 def test_a_fresh_learner_without_moments_survives(store: ObjectStore) -> None:
     learner = tiny_learner()
     _save(learner, store)
     loaded = restore(store, KEY, CONFIG, 0).learner
-    _train(learner, 2)
-    _train(loaded, 2)
-    assert _digest(loaded) == _digest(learner)
+    train(learner, 2)
+    train(loaded, 2)
+    assert digest(loaded) == digest(learner)
 
 
 def test_counters_journal_epoch_and_random_state_come_back(store: ObjectStore) -> None:
     learner, journal = tiny_learner(), Journal()
-    _train(learner, 1)
+    train(learner, 1)
     torch.rand(3, generator=learner.generator)
     learner.refused_steps = 4
     journal.record(1, "optim_step", StepFigures(0.1, 1, True, 0.2))
@@ -107,13 +93,13 @@ def test_counters_journal_epoch_and_random_state_come_back(store: ObjectStore) -
 
 def test_a_copy_stands_still_while_training_goes_on(store: ObjectStore) -> None:
     learner = tiny_learner()
-    _train(learner, 1)
-    before = _digest(learner)
-    capture = StateCapture(learner)
+    train(learner, 1)
+    before = digest(learner)
+    capture = StateCapture()
     capture.take(learner, Journal(), 0)
-    _train(learner, 1)
+    train(learner, 1)
     capture.write(store, KEY)
-    assert _digest(restore(store, KEY, CONFIG, 0).learner) == before != _digest(learner)
+    assert digest(restore(store, KEY, CONFIG, 0).learner) == before != digest(learner)
 
 
 def test_another_shape_and_a_foreign_object_are_refused_by_name(store: ObjectStore) -> None:

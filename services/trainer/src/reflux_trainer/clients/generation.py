@@ -1,19 +1,22 @@
 """Draws the samples of one prompt through the inference gateway."""
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from reflux.common.v1 import common_pb2
 from reflux.inference_gateway.v1 import inference_gateway_service_pb2 as pb
-from reflux.inference_gateway.v1.inference_gateway_service_pb2_grpc import InferenceGatewayServiceStub
 from reflux_trainer.clients.retry import Refused, patiently
 from reflux_trainer.queue.records import Sample, Span
+
+if TYPE_CHECKING:
+    from reflux.inference_gateway.v1.inference_gateway_service_pb2_grpc import InferenceGatewayServiceAsyncStub
 
 
 class Generator:
     """Groups of one model."""
 
     def __init__(
-        self, stub: InferenceGatewayServiceStub, model_id: str, *, max_tokens: int, stop_token_ids: Sequence[int]
+        self, stub: "InferenceGatewayServiceAsyncStub", model_id: str, *, max_tokens: int, stop_token_ids: Sequence[int]
     ) -> None:
         self._stub = stub
         self._model_id = model_id

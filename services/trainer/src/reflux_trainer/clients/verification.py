@@ -6,17 +6,19 @@ import logging
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from uuid import NAMESPACE_OID, uuid5
 
 import grpc
 
 from reflux.sandbox.v1 import sandbox_service_pb2 as pb
 from reflux.sandbox.v1 import verification_pb2
-from reflux.sandbox.v1.sandbox_service_pb2_grpc import SandboxServiceStub
 from reflux_kit.telemetry import traceparent
 from reflux_trainer.clients.retry import patiently
 from reflux_trainer.queue.records import Grade
+
+if TYPE_CHECKING:
+    from reflux.sandbox.v1.sandbox_service_pb2_grpc import SandboxServiceAsyncStub
 
 log = logging.getLogger(__name__)
 Job = verification_pb2.Verification
@@ -28,7 +30,7 @@ _RECONNECT_SECONDS = 0.3
 class Verifications:
     """Grades answers of one run in the sandbox. Use it inside `open_verifications`."""
 
-    def __init__(self, stub: SandboxServiceStub, run: str) -> None:
+    def __init__(self, stub: "SandboxServiceAsyncStub", run: str) -> None:
         self._stub = stub
         self._run = run
         self._waiting: dict[str, asyncio.Future[Job]] = {}
@@ -105,7 +107,7 @@ class Verifications:
 
 
 @asynccontextmanager
-async def open_verifications(stub: SandboxServiceStub, run: str) -> AsyncIterator[Verifications]:
+async def open_verifications(stub: "SandboxServiceAsyncStub", run: str) -> AsyncIterator[Verifications]:
     """Yields a client whose watch stream runs until the block ends."""
     verifications = Verifications(stub, run)
     watching = asyncio.create_task(verifications.watch(), name="watch verifications")

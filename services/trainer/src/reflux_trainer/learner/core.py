@@ -12,6 +12,7 @@ from reflux_model.config import ModelConfig
 from reflux_model.folder import load_folder
 from reflux_model.parameters import Parameters
 from reflux_model.training import packed_scores
+from reflux_trainer.learner.adamw import FlatAdamW
 from reflux_trainer.learner.batching import MicroBatch, micro_batches, pack_groups, parts_for_scoring
 from reflux_trainer.learner.losses import token_losses
 from reflux_trainer.learner.ops import BatchFigures, GroupData, LossSpec, StepFigures, StepSpec
@@ -37,14 +38,14 @@ class Learner:
         self.generator = torch.Generator().manual_seed(seed)
         self.offsets = _offsets(params)
         size = sum(-(-tensor.numel() // _ALIGNMENT) * _ALIGNMENT for tensor in params.values())
-        self.flat = torch.nn.Parameter(torch.zeros(size))
-        self.flat.grad = torch.zeros(size)
+        self.flat = torch.zeros(size)
+        self.gradient = torch.zeros(size)
         self._shapes = {name: tensor.shape for name, tensor in params.items()}
-        self._leaves = {name: view.requires_grad_() for name, view in self.views(self.flat.data).items()}
-        for name, gradient in self.views(self.flat.grad).items():
+        self._leaves = {name: view.requires_grad_() for name, view in self.views(self.flat).items()}
+        for name, gradient in self.views(self.gradient).items():
             self._leaves[name].grad = gradient
             self._leaves[name].data.copy_(params[name])
-        self.optimizer = torch.optim.AdamW([self.flat], fused=True)
+        self.optimizer = FlatAdamW()
         self.accumulated = False
         self.poisoned = False
 
@@ -58,12 +59,6 @@ class Learner:
     def params(self) -> Parameters:
         """The weights by Hugging Face name; views that every step changes."""
         return self._leaves
-
-    @property
-    def gradient(self) -> Tensor:
-        """The accumulated gradient, laid out as the flat parameters."""
-        assert self.flat.grad is not None
-        return self.flat.grad
 
     def views(self, flat: Tensor) -> dict[str, Tensor]:
         """Named views into a flat buffer that is laid out as the parameters."""
@@ -124,14 +119,8 @@ class Learner:
         if step.max_grad_norm > 0:
             self.gradient.mul_(min(1.0, step.max_grad_norm / (norm + 1e-6)))
         if step.reset_optimizer:
-            self.optimizer.state.clear()
-        self.optimizer.param_groups[0].update(
-            lr=step.learning_rate,
-            betas=(step.beta1, step.beta2),
-            eps=step.eps,
-            weight_decay=step.weight_decay,
-        )
-        self.optimizer.step()
+            self.optimizer.reset()
+        self.optimizer.apply(self.flat, self.gradient, step)
 
 
 class _Sums:

@@ -44,7 +44,7 @@ class Session:
     learner: Learner
     journal: Journal
     publisher: WeightPublisher
-    capture: StateCapture | None = None
+    capture: StateCapture = field(default_factory=StateCapture)
     publishes: OrderedDict[str, asyncio.Task[Published]] = field(default_factory=OrderedDict)
 
 
@@ -172,7 +172,6 @@ class LearnerHost:
         async with self._saving:
             async with self._order:
                 begun = time.monotonic()
-                session.capture = session.capture or await self._in_torch(StateCapture, session.learner)
                 await self._in_torch(session.capture.take, session.learner, session.journal, session.publisher.epoch)
                 op_id, version = session.journal.last, session.learner.version
                 pause = time.monotonic() - begun

@@ -1,7 +1,7 @@
 """The learner's whole state as named tensors, to and from an object of the store, bit for bit.
 
     param/<name>  adam_m/<name>  adam_v/<name>  gradient/<name>   float32, Hugging Face names
-    learner/adam_step (float32)  learner/counters (int64)  learner/rng  learner/journal (bytes)
+    learner/counters (int64)  learner/rng  learner/journal (bytes)
 
 Moments are there after the first step, gradients only between ForwardBackward and OptimStep.
 """
@@ -41,14 +41,16 @@ class Restored:
 class StateCapture:
     """Copies of a learner's state that stay still while training goes on; the memory is reused by the next copy."""
 
-    def __init__(self, learner: Learner) -> None:
-        self._copies = {part: torch.empty_like(learner.flat.detach()) for part in _flat_parts(learner, everything=True)}
+    def __init__(self) -> None:
+        self._copies: dict[str, Tensor] = {}
         self._sources: list[TensorSource] = []
 
     def take(self, learner: Learner, journal: Journal, epoch: int) -> None:
         """Copies the state; training stands still for this long."""
         sources = []
         for part, flat in _flat_parts(learner).items():
+            if part not in self._copies:
+                self._copies[part] = torch.empty_like(flat)
             copy = self._copies[part].copy_(flat)
             for name, view in learner.views(copy).items():
                 sources.append(_source(f"{part}/{name}", view))
@@ -74,35 +76,36 @@ def restore(store: ObjectStore, key: str, config: ModelConfig, seed: int) -> Res
     journal = Journal.load(bytes(small["learner/journal"]))
     learner.version, learner.refused_steps, learner.poisoned = int(counters[1]), int(counters[3]), bool(counters[4])
     learner.generator.set_state(torch.frombuffer(small["learner/rng"], dtype=torch.uint8))
-    if "learner/adam_step" in small:
-        step = torch.frombuffer(small["learner/adam_step"], dtype=torch.float32)[0].clone()
-        moments = {"exp_avg": torch.zeros_like(learner.flat.data), "exp_avg_sq": torch.zeros_like(learner.flat.data)}
-        learner.optimizer.state[learner.flat] = {"step": step, **moments}
+    if int(counters[5]):
+        learner.optimizer.begin(learner.flat)
+        learner.optimizer.steps = int(counters[5])
     learner.accumulated = any(name.startswith("gradient/") for name in index.spans)
     _read_flat(store, index, learner)
     return Restored(learner, journal, int(counters[2]))
 
 
-def _flat_parts(learner: Learner, *, everything: bool = False) -> dict[str, Tensor]:
-    parts = {"param": learner.flat.detach()}
-    moments = learner.optimizer.state.get(learner.flat)
-    if moments or everything:
-        moments = moments or {}
-        parts["adam_m"] = moments.get("exp_avg", learner.flat.detach())
-        parts["adam_v"] = moments.get("exp_avg_sq", learner.flat.detach())
-    if learner.accumulated or everything:
+def _flat_parts(learner: Learner) -> dict[str, Tensor]:
+    parts = {"param": learner.flat}
+    mean, square = learner.optimizer.mean, learner.optimizer.square
+    if mean is not None and square is not None:
+        parts |= {"adam_m": mean, "adam_v": square}
+    if learner.accumulated:
         parts["gradient"] = learner.gradient
     return parts
 
 
 def _small(learner: Learner, journal: Journal, epoch: int) -> Iterator[tuple[str, Tensor]]:
-    numbers = [_STATE_VERSION, learner.version, epoch, learner.refused_steps, int(learner.poisoned)]
+    numbers = [
+        _STATE_VERSION,
+        learner.version,
+        epoch,
+        learner.refused_steps,
+        int(learner.poisoned),
+        learner.optimizer.steps,
+    ]
     yield "learner/counters", torch.tensor(numbers)
     yield "learner/rng", learner.generator.get_state()
     yield "learner/journal", torch.frombuffer(bytearray(journal.dump()), dtype=torch.uint8)
-    moments = learner.optimizer.state.get(learner.flat)
-    if moments:
-        yield "learner/adam_step", moments["step"].reshape(1)
 
 
 def _read_small(store: ObjectStore, index: TensorIndex) -> dict[str, bytearray]:

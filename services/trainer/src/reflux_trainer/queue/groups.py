@@ -4,8 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from redis.asyncio import Redis
-
+from reflux_trainer.queue.client import RedisClient
 from reflux_trainer.queue.keys import RunKeys
 from reflux_trainer.queue.records import Group, Prompt
 from reflux_trainer.queue.scripts import Scripts
@@ -27,7 +26,7 @@ Closing = Literal["filtered", "unknown", "dead"]
 class GroupQueue:
     """What one attempt of the trainer reads and writes. All writes may be repeated without a further effect."""
 
-    def __init__(self, redis: Redis, run: str, attempt: int) -> None:
+    def __init__(self, redis: RedisClient, run: str, attempt: int) -> None:
         self._redis = redis
         self._scripts = Scripts(redis)
         self._keys = RunKeys(run)

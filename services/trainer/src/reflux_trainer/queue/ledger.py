@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Self
 
-from redis.asyncio import Redis
-
+from reflux_trainer.queue.client import RedisClient
 from reflux_trainer.queue.keys import RunKeys
 from reflux_trainer.queue.records import Group
 from reflux_trainer.queue.scripts import Scripts
@@ -49,7 +48,7 @@ class Audit:
 class Ledger:
     """Cursor, operation log and prompt states of one run."""
 
-    def __init__(self, redis: Redis, run: str, attempt: int) -> None:
+    def __init__(self, redis: RedisClient, run: str, attempt: int) -> None:
         self._redis = redis
         self._scripts = Scripts(redis)
         self._keys = RunKeys(run)

@@ -4,9 +4,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
+from reflux_trainer.queue.client import RedisClient
 from reflux_trainer.queue.keys import GROUP, RunKeys
 from reflux_trainer.queue.records import Generation, Group, Prompt
 from reflux_trainer.queue.scripts import Scripts
@@ -33,7 +33,7 @@ class Claim:
 class PromptQueue:
     """Claims of one worker on the prompts of one run. All writes may be repeated without a further effect."""
 
-    def __init__(self, redis: Redis, run: str, worker: str) -> None:
+    def __init__(self, redis: RedisClient, run: str, worker: str) -> None:
         self._redis = redis
         self._scripts = Scripts(redis)
         self._keys = RunKeys(run)

@@ -122,7 +122,7 @@ class Group:
 
 
 def _samples(documents: list[dict[str, Any]]) -> list[Sample]:
-    return [Sample(**(one | {"versions": [Span(**span) for span in one["versions"]]})) for one in documents]
+    return [Sample(**{**one, "versions": [Span(**span) for span in one["versions"]]}) for one in documents]
 
 
 def _dump(document: dict[str, Any]) -> bytes:

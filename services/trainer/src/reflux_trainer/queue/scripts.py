@@ -3,10 +3,10 @@
 from importlib import resources
 from typing import Any
 
-from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
 from reflux_kit.errors import Conflict
+from reflux_trainer.queue.client import RedisClient
 
 _NAMES = ("begin", "issue", "take", "heartbeat", "store", "emit", "fail", "close", "log_step", "trim")
 _SOURCES = {name: resources.files("reflux_trainer.queue").joinpath("lua", f"{name}.lua").read_text() for name in _NAMES}
@@ -21,7 +21,7 @@ class Fenced(Conflict):
 class Scripts:
     """Runs the functions on one client."""
 
-    def __init__(self, redis: Redis) -> None:
+    def __init__(self, redis: RedisClient) -> None:
         self._scripts = {name: redis.register_script(source) for name, source in _SOURCES.items()}
 
     async def run(self, name: str, keys: list[str], arguments: list[Any]) -> Any:

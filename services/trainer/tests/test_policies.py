@@ -1,0 +1,188 @@
+"""Pure policies: window and lag, batch composition, learning rate, run states, watchdog."""
+
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from reflux_kit.errors import WrongState
+from reflux_runs.config import Algorithm, RlConfig, RunConfig
+from reflux_trainer.advantages import training_batch
+from reflux_trainer.algo.registry import Algorithm as Known
+from reflux_trainer.backlog import Backlog, closing_of
+from reflux_trainer.figures import lag_counts
+from reflux_trainer.problems import sampling_seed
+from reflux_trainer.queue.groups import DeadPrompt
+from reflux_trainer.queue.records import Grade, Group, Sample, Span
+from reflux_trainer.records import ENDED, STATES, RunRecord
+from reflux_trainer.schedule import learning_rate
+from reflux_trainer.watchdog import NoProgress, Waits, WorkersGone, WorkerWatch
+from reflux_trainer.window import Window
+
+
+def group(index, rewards=(0.0, 1.0), version=0):
+    """A group with one sample per reward; None is an unknown one."""
+    grades = [Grade("timeout", 0.0) if reward is None else Grade("scored", reward) for reward in rewards]
+    samples = [Sample([5, 6], [-1.0, -1.0], "stop", [Span(version, 0, 2)]) for _ in rewards]
+    return Group(index, version, [1, 2], samples, grades, 0.0, 0.0, 0.1, 0.2, 1.0, "w", entry=f"{index}-0")
+
+
+@pytest.mark.parametrize(
+    ("rewards", "closing"),
+    [
+        ((0.0, 1.0), None),
+        ((0.5, 0.5), "filtered"),
+        ((None, 1.0), "unknown"),
+        ((None, None), "unknown"),
+        ((None, 1.0, 0.0), None),
+        ((None, 1.0, 1.0), "filtered"),
+    ],
+)
+def test_groups_are_dropped_on_known_raw_rewards_only(rewards, closing):
+    assert closing_of(group(0, rewards)) == closing
+
+
+def test_a_batch_waits_for_its_next_index_and_skips_what_was_dropped():
+    backlog = Backlog(next_index=0, groups_per_step=2, closed=[1])
+    assert backlog.add(group(3)) is None
+    assert backlog.add(group(2, (1.0, 1.0))) == "filtered"
+    assert not backlog.advance(), "prompt 0 is missing"
+    assert backlog.add(group(0)) is None
+    assert backlog.advance()
+    assert [each.index for each in backlog.take()] == [0, 3]
+    assert backlog.next_index == 4
+    assert backlog.add(group(3)) is None, "a group that was consumed is ignored"
+    assert not backlog.advance()
+
+
+@given(st.integers(0, 3), st.integers(1, 5), st.integers(1, 12), st.integers(0, 10_000))
+def test_the_lag_bound_holds_and_nothing_is_discarded(max_lag, size, steps, seed):
+    """Plays the loop with random delays, filters and deaths; every trained group keeps the bound."""
+    chance = random.Random(seed)
+    window = Window(max_lag=max_lag, groups_per_step=size, steps_left=steps)
+    backlog = Backlog(next_index=0, groups_per_step=size)
+    issued, flying, trained, dropped = 0, {}, [], 0
+    learner = fleet = 0
+    while learner < steps:
+        for _ in range(window.allowance()):
+            flying[issued] = fleet
+            issued += 1
+            window.issued(1)
+        assert window.open <= (max_lag + 1) * size
+        if fleet < learner and (chance.random() < 0.5 or not flying):  # the sync ends at last
+            fleet = learner
+            window.released(size)
+            continue
+        if flying:
+            index = chance.choice(sorted(flying))
+            version = flying.pop(index)
+            kind = chance.random()
+            arrival = (
+                DeadPrompt(index, "e") if kind < 0.05 else group(index, (1.0, 1.0) if kind < 0.3 else (0, 1), version)
+            )
+            if backlog.add(arrival):
+                dropped += 1
+                window.dropped(1)
+        if fleet == learner and backlog.advance():  # as in the loop: the last version is settled before the optimizer
+            batch = backlog.take()
+            assert max(lag_counts(batch, learner)) <= max_lag
+            trained += [each.index for each in batch]
+            learner += 1
+    assert trained == sorted(set(trained))
+    assert len(trained) == steps * size
+    assert issued == len(trained) + dropped, "nothing is issued that training does not need"
+
+
+def test_the_learning_rate_ramps_up_and_decays_to_its_floor():
+    rates = [learning_rate(step, 150, 2e-4, 15, 0.2) for step in range(150)]
+    assert rates[0] == pytest.approx(2e-4 / 15)
+    assert max(rates) == pytest.approx(2e-4 * (1 - 14 / 150))
+    assert rates[-1] == pytest.approx(2e-4 * 0.2)
+    assert learning_rate(0, 10, 1.0, 0, 0.0) == 1.0
+
+
+def test_the_run_file_offers_exactly_the_estimators_that_exist():
+    assert Algorithm == Known
+
+
+def test_unknown_rewards_are_left_out_of_the_batch_and_of_the_baseline():
+    request, advantages = training_batch(7, "run", [group(0, (1.0, None, 0.0))], RlConfig())
+    (sent,) = request.groups
+    assert (request.op_id, request.model_id) == (7, "run")
+    assert [completion.advantage for completion in sent.completions] == pytest.approx([0.707106, -0.707106], abs=1e-5)
+    assert advantages[0][1] == 0
+    assert np.isclose(advantages[0].sum(), 0)
+
+
+def test_sampling_seeds_depend_on_run_and_prompt_only():
+    assert sampling_seed(3, 14) == sampling_seed(3, 14)
+    assert len({sampling_seed(run, index) for run in range(5) for index in range(50)}) == 250
+    assert 0 <= sampling_seed(2**61, 2**40) < 2**63
+
+
+def test_a_run_can_only_take_the_ways_of_its_state_machine():
+    record = RunRecord("r", RunConfig())
+    running = record.to("WARMING_UP").to("RUNNING")
+    done = running.to("SUCCEEDED", now=5.0)
+    assert (done.ended, done.ended_at) == (True, 5.0)
+    assert running.to("FAILED", message="x").to("PENDING").message == ""
+    for state in STATES:
+        with pytest.raises(WrongState):
+            done.to(state)
+    for state in ENDED - {"FAILED", "CANCELLED"}:
+        with pytest.raises(WrongState):
+            record.to(state)
+    assert RunRecord.from_bytes(done.to_bytes()) == done
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def test_the_watchdog_names_phase_party_and_age():
+    clock = Clock()
+    waits = Waits(clock)
+    waits.check(10)
+    clock.now = 4.0
+    with waits.on("sync", "the replicas"):
+        clock.now = 11.0
+        with pytest.raises(NoProgress, match=r"no progress for 11 s .*sync: waiting for the replicas since 7 s"):
+            waits.check(10)
+    clock.now = 20.0
+    waits.check(10)
+    assert waits.drain_spent() == {"sync": 7.0}
+    assert waits.drain_spent() == {}
+
+
+def test_a_pause_is_no_standstill():
+    clock = Clock()
+    waits = Waits(clock)
+    with waits.on("paused", "ResumeRun", exempt=True):
+        clock.now = 1000.0
+        waits.check(10)
+    waits.check(10)
+
+
+async def test_workers_that_are_gone_are_told_from_a_redis_that_is_away():
+    beats = {"w0": 1}
+
+    async def read():
+        return dict(beats)
+
+    waits = Waits()
+    watch = WorkerWatch(read, waits, rounds=3)
+    for _ in range(9):
+        await watch.check()  # nobody waits for rollouts: silence is fine
+    with waits.on("wait_rollout", "workers"):
+        await watch.check()
+        beats["w0"] += 1
+        await watch.check()
+        await watch.check()
+        await watch.check()
+        with pytest.raises(WorkersGone, match="none of 1"):
+            await watch.check()
