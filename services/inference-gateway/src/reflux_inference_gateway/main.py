@@ -48,9 +48,16 @@ async def build(settings: GatewaySettings) -> AsyncIterator[Service]:
 
 
 async def _age(dispatcher: Dispatcher, clients: ReplicaClients, settings: GatewaySettings) -> None:
-    """Takes silent replicas out of routing, forgets drained and long-lost ones, writes the gauges."""
+    """Takes silent replicas out of routing, forgets drained and long-lost ones, writes the gauges.
+
+    A round that comes late judges nobody: this process stood still itself, and heartbeats wait unread in its sockets.
+    """
+    period_seconds = settings.heartbeat_seconds / 2
     while True:
-        await asyncio.sleep(settings.heartbeat_seconds / 2)
+        planned = dispatcher.clock() + period_seconds
+        await asyncio.sleep(period_seconds)
+        if dispatcher.clock() - planned > settings.heartbeat_seconds:
+            continue
         changed = dispatcher.table.expire(dispatcher.clock())
         if changed:
             log.warning("no heartbeat from %s", ", ".join(changed))
