@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import grpc
@@ -12,7 +13,7 @@ import pytest
 
 from reflux.checkpoint.v1 import checkpoint_pb2 as messages
 from reflux_checkpoint.catalog import Catalog, State
-from reflux_checkpoint.manifest import Cursor, StoredObject, make_id
+from reflux_checkpoint.manifest import CheckpointId, Cursor, StoredObject, make_id
 from reflux_checkpoint.protocol import CommitProtocol
 from reflux_checkpoint.retention import RetentionPolicy
 from reflux_checkpoint.sweeper import Sweeper, SweepPolicy
@@ -81,7 +82,6 @@ async def test_a_writer_killed_anywhere_leaves_a_whole_latest_checkpoint(
 
 def _sweep(store: FolderStore, after_seconds: float = 0.0) -> None:
     """One sweep of a service whose clock is `after_seconds` ahead."""
-    import time
 
     def clock() -> float:
         return time.time() + after_seconds
@@ -102,39 +102,46 @@ from reflux_checkpoint.retention import RetentionPolicy
 from reflux_checkpoint.sweeper import Sweeper, SweepPolicy
 from reflux_storage.stores.folder import FolderStore
 
-countdown = int(sys.argv[3])
-
 class Store(FolderStore):
-    # Dies right before its n-th change of the store, or right after it.
-    pass
+    # Dies right before or right after its n-th change.
+    countdown = 0
 
 def mortal(name):
     inner = getattr(FolderStore, name)
     def change(self, *args):
-        global countdown
         for act in (lambda: None, lambda: inner(self, *args)):
             result = act()
-            countdown -= 1
-            if countdown == 0:
+            Store.countdown -= 1
+            if Store.countdown == 0:
                 os.kill(os.getpid(), signal.SIGKILL)
         return result
     return change
 
 for name in ("put_create_only", "put_if_match", "delete", "abort"):
     setattr(Store, name, mortal(name))
-store = Store(Path(sys.argv[1]))
-catalog = Catalog(store)
-protocol = CommitProtocol(store, catalog)
-id = make_id("r", 1, 2, "second")
-if sys.argv[2] == "commit":
-    protocol.begin(id)
-    stored = StoredObject(f"{id.data_prefix}/model", 3, "0" * 32)
-    protocol.commit(id, (stored,), Cursor(2, 0, 2, 0, 0, 0, (), 0, ""))
-elif sys.argv[2] == "abort":
-    protocol.abort(id)
-else:
-    policy = SweepPolicy(lease_seconds=3600, scrub_every_seconds=0, retention=RetentionPolicy(keep_last=1))
-    Sweeper(store, catalog, protocol, policy).sweep()
+
+def work(job, root):
+    store = Store(root)
+    catalog = Catalog(store)
+    protocol = CommitProtocol(store, catalog)
+    id = make_id("r", 1, 2, "second")
+    if job == "commit":
+        protocol.begin(id)
+        stored = StoredObject(f"{id.data_prefix}/model", 3, "0" * 32)
+        protocol.commit(id, (stored,), Cursor(2, 0, 2, 0, 0, 0, (), 0, ""))
+    elif job == "abort":
+        protocol.abort(id)
+    else:
+        policy = SweepPolicy(lease_seconds=3600, scrub_every_seconds=0, retention=RetentionPolicy(keep_last=1))
+        Sweeper(store, catalog, protocol, policy).sweep()
+
+for point, root in enumerate(sys.argv[2:], 1):
+    child = os.fork()
+    if child == 0:
+        Store.countdown = point
+        work(sys.argv[1], Path(root))
+        os._exit(0)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
 CURSOR = Cursor(2, 0, 2, 0, 0, 0, (), 0, "")
 
@@ -152,39 +159,44 @@ def _saved(store: FolderStore, step: int, request: str, commit: bool = True) -> 
 def test_a_service_killed_before_or_after_any_change_of_the_store_can_be_asked_again(tmp_path: Path, job: str) -> None:
     """The next service finds a whole latest checkpoint, and the same call again ends as if nothing had happened."""
     second = make_id("r", 1, 2, "second")
-    point, killed = 0, True
-    while killed:
-        point += 1
-        root = tmp_path / str(point)
+    roots = [tmp_path / str(number) for number in range(20)]
+    for root in roots:
         store = FolderStore(root)
         _saved(store, 1, "first")
         if job == "commit":
             store.put_create_only(f"{second.data_prefix}/model", b"abc")
         else:
             _saved(store, 2, "second", commit=job == "retention")
-        command = [sys.executable, "-c", COMMITTER, str(root), job, str(point)]
-        ended = subprocess.run(command, timeout=60, capture_output=True, check=False)
-        killed = ended.returncode == -signal.SIGKILL
-        assert killed or ended.returncode == 0, ended.stderr.decode()
+    command = [sys.executable, "-c", COMMITTER, job, *map(str, roots)]
+    ended = subprocess.run(command, timeout=100, capture_output=True, check=True, text=True)
+    codes = [int(line) for line in ended.stdout.split()]
+    deaths = codes.index(0)
+    assert deaths >= 4
+    assert codes == [-signal.SIGKILL] * deaths + [0] * (len(roots) - deaths)
+    for root in roots[: deaths + 1]:
+        _check_next_service(FolderStore(root), job, second)
 
-        catalog = Catalog(FolderStore(root))
-        protocol = CommitProtocol(FolderStore(root), catalog)
-        latest = catalog.latest("r")
-        assert latest is not None
-        assert latest.state is State.COMMITTED
-        if job == "retention":
-            assert latest.id.step == 2
-            _sweep(store, after_seconds=7200)
-            assert [record.state for record in catalog.newest_first("r")] in ([State.COMMITTED], [State.COMMITTED] * 2)
-        elif job == "abort":
-            assert protocol.abort(second).state is State.ABORTED
-            assert list(store.list(second.data_prefix)) == []
-        else:
-            stored = (StoredObject(f"{second.data_prefix}/model", 3, "0" * 32),)
-            protocol.begin(second)
-            assert protocol.commit(second, stored, CURSOR).state is State.COMMITTED
-            assert catalog.latest("r") == catalog.get(second)
-    assert point > 2
+
+def _check_next_service(store: FolderStore, job: str, second: CheckpointId) -> None:
+    catalog = Catalog(store)
+    protocol = CommitProtocol(store, catalog)
+    latest = catalog.latest("r")
+    assert latest is not None
+    assert latest.state is State.COMMITTED
+    if job == "retention":
+        assert latest.id.step == 2
+        _sweep(store, after_seconds=7200)
+        kept = {record.id.key for record in catalog.newest_first("r")}
+        assert {record.state for record in catalog.newest_first("r")} == {State.COMMITTED}
+        assert {info.key.split("/")[3] for info in store.list("checkpoints/data/")} == kept
+    elif job == "abort":
+        assert protocol.abort(second).state is State.ABORTED
+        assert list(store.list(second.data_prefix)) == []
+    else:
+        stored = (StoredObject(f"{second.data_prefix}/model", 3, "0" * 32),)
+        protocol.begin(second)
+        assert protocol.commit(second, stored, CURSOR).state is State.COMMITTED
+        assert catalog.latest("r") == catalog.get(second)
 
 
 async def test_a_corrupt_object_is_found_by_the_scrub_and_skipped_from_then_on(writer, store_folder: Path) -> None:
