@@ -40,6 +40,9 @@ class TaskConfig(_Section):
     peaks_hidden: bool = False
     """Control of the example: hides the measured peaks, so that only the elements are left."""
 
+    num_phases: Count | None = None
+    """Size of the fixed random subset of phases; unset takes the task's own (128 for xrd-phase-id). 8 is easy."""
+
 
 class ModelConfig(_Section):
     """Which model; the sizes count for a fresh one only."""

@@ -92,4 +92,4 @@ def _example(path: tuple[str, ...]) -> str:
     if field.default is not None:
         return json.dumps(field.default)
     kinds = [kind for kind in get_args(field.annotation) if kind is not type(None)]
-    return "0.3" if any("float" in str(kind) for kind in kinds) else "leaving it out"
+    return "0.3" if any("float" in str(kind) for kind in kinds) else "leaving it out, or 8"

@@ -12,8 +12,10 @@ from reflux_trainer.watchdog import Waits
 from reflux_trainer.window import Window
 
 _BLOCK_MS = 1000
-MAX_DROPPED_BATCHES = 20
-"""Batches' worth of dropped groups in a row after which a run counts as unable to learn."""
+MAX_DROPPED_BATCHES = 40
+"""Batches' worth of groups that may be dropped while one batch is formed; more, and at least MIN_DROPPED_LIMIT, means
+that the run cannot learn."""
+MIN_DROPPED_LIMIT = 1000
 
 
 class NothingToLearn(RuntimeError):
@@ -46,7 +48,7 @@ class BatchFormer:
         self._window = window
         self._issuer = issuer
         self._waits = waits
-        self._limit = MAX_DROPPED_BATCHES * groups_per_step
+        self._limit = max(MIN_DROPPED_LIMIT, MAX_DROPPED_BATCHES * groups_per_step)
 
     async def form(self) -> Batch:
         """The next full batch. Raises NothingToLearn."""
@@ -56,8 +58,8 @@ class BatchFormer:
             if len(dropped) > self._limit:
                 reasons = ", ".join(f"{count} {why}" for why, count in Counter(why for _, why in dropped).items())
                 raise NothingToLearn(
-                    f"{len(dropped)} groups in a row were dropped ({reasons}): rewards of a group never differ, or are "
-                    "never known; check the verifier, the warm-up and the sampling temperature"
+                    f"{len(dropped)} groups were dropped for one batch ({reasons}): rewards of a group hardly ever "
+                    "differ, or are not known; check the verifier, the warm-up and the sampling temperature"
                 )
         return Batch(self._backlog.take(), dropped, self._backlog.next_index)
 

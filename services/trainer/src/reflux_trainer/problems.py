@@ -39,6 +39,8 @@ def task_options(config: RunConfig) -> dict[str, Any]:
         options |= {"train_mixtures": config.task.mixture_fraction, "heldout_mixtures": config.task.mixture_fraction}
     if config.warmup.mixture_fraction is not None:
         options["warmup_mixtures"] = config.warmup.mixture_fraction
+    if config.task.num_phases is not None:
+        options["num_phases"] = config.task.num_phases
     if config.task.peaks_hidden:
         options["peaks_hidden"] = True
     return options

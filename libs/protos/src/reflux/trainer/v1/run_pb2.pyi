@@ -201,33 +201,41 @@ class TaskConfig(_message.Message):
     NAME_FIELD_NUMBER: _builtins.int
     MIXTURE_FRACTION_FIELD_NUMBER: _builtins.int
     PEAKS_HIDDEN_FIELD_NUMBER: _builtins.int
+    NUM_PHASES_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Registered name of the task, for example "xrd-phase-id"."""
     mixture_fraction: _builtins.float
     """Share of training prompts with two phases."""
     peaks_hidden: _builtins.bool
     """Control: hide the measured peaks, so that only elements are left."""
+    num_phases: _builtins.int
+    """Size of the task's subset of phases; unset takes the task's own."""
     def __init__(
         self,
         *,
         name: _builtins.str | None = ...,
         mixture_fraction: _builtins.float | None = ...,
         peaks_hidden: _builtins.bool | None = ...,
+        num_phases: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_mixture_fraction", b"_mixture_fraction", "_name", b"_name", "_peaks_hidden", b"_peaks_hidden", "mixture_fraction", b"mixture_fraction", "name", b"name", "peaks_hidden", b"peaks_hidden"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_mixture_fraction", b"_mixture_fraction", "_name", b"_name", "_num_phases", b"_num_phases", "_peaks_hidden", b"_peaks_hidden", "mixture_fraction", b"mixture_fraction", "name", b"name", "num_phases", b"num_phases", "peaks_hidden", b"peaks_hidden"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_mixture_fraction", b"_mixture_fraction", "_name", b"_name", "_peaks_hidden", b"_peaks_hidden", "mixture_fraction", b"mixture_fraction", "name", b"name", "peaks_hidden", b"peaks_hidden"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_mixture_fraction", b"_mixture_fraction", "_name", b"_name", "_num_phases", b"_num_phases", "_peaks_hidden", b"_peaks_hidden", "mixture_fraction", b"mixture_fraction", "name", b"name", "num_phases", b"num_phases", "peaks_hidden", b"peaks_hidden"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__mixture_fraction: _TypeAlias = _typing.Literal["mixture_fraction"]  # noqa: Y015
     _WhichOneofArgType__mixture_fraction: _TypeAlias = _typing.Literal["_mixture_fraction", b"_mixture_fraction"]  # noqa: Y015
     _WhichOneofReturnType__name: _TypeAlias = _typing.Literal["name"]  # noqa: Y015
     _WhichOneofArgType__name: _TypeAlias = _typing.Literal["_name", b"_name"]  # noqa: Y015
+    _WhichOneofReturnType__num_phases: _TypeAlias = _typing.Literal["num_phases"]  # noqa: Y015
+    _WhichOneofArgType__num_phases: _TypeAlias = _typing.Literal["_num_phases", b"_num_phases"]  # noqa: Y015
     _WhichOneofReturnType__peaks_hidden: _TypeAlias = _typing.Literal["peaks_hidden"]  # noqa: Y015
     _WhichOneofArgType__peaks_hidden: _TypeAlias = _typing.Literal["_peaks_hidden", b"_peaks_hidden"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__mixture_fraction) -> _WhichOneofReturnType__mixture_fraction | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__name) -> _WhichOneofReturnType__name | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__num_phases) -> _WhichOneofReturnType__num_phases | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__peaks_hidden) -> _WhichOneofReturnType__peaks_hidden | None: ...
 
