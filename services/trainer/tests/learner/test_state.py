@@ -16,8 +16,7 @@ from reflux_trainer.learner.journal import Journal
 from reflux_trainer.learner.ops import StepFigures, StepSpec
 from reflux_trainer.learner.state import StateCapture, StateMismatchError, restore
 
-from .learner_states import LOSS, digest, train
-from .tiny import CONFIG, tiny_groups, tiny_learner
+from .tiny import CONFIG, LOSS, digest, tiny_groups, tiny_learner, train
 
 torch.set_num_threads(1)
 KEY = "checkpoints/1/learner-00000.safetensors"
@@ -43,8 +42,7 @@ def test_a_fresh_process_goes_on_bit_for_bit(store: ObjectStore, tmp_path: Path)
         "import torch; torch.set_num_threads(1)\n"
         "from reflux_storage.stores import open_store\n"
         "from reflux_trainer.learner.state import restore\n"
-        "from learner_states import digest, train\n"
-        "from tiny import CONFIG\n"
+        "from tiny import CONFIG, digest, train\n"
         f"learner = restore(open_store('file://{tmp_path}/store'), {KEY!r}, CONFIG, 0).learner\n"
         "train(learner, 2)\n"
         "print(learner.version, digest(learner))\n"

@@ -1,12 +1,13 @@
 """A model and batches that are small enough for any test."""
 
+import hashlib
 from pathlib import Path
 
 from reflux_model.config import ModelConfig
 from reflux_model.creation import create_folder
 from reflux_model.parameters import initial_parameters
 from reflux_trainer.learner.core import Learner
-from reflux_trainer.learner.ops import CompletionData, GroupData
+from reflux_trainer.learner.ops import CompletionData, GroupData, LossSpec, StepSpec
 
 CONFIG = ModelConfig(
     vocab_size=29,
@@ -49,3 +50,18 @@ def tiny_groups(count: int = 4, members: int = 3) -> list[GroupData]:
             )
         groups.append(GroupData([3 + (group + place) % 20 for place in range(4 + group)], completions))
     return groups
+
+
+LOSS = LossSpec(name="ppo", clip_low=5.0, clip_high=5.0)
+
+
+def train(learner: Learner, steps: int) -> None:
+    for _ in range(steps):
+        learner.forward_backward(tiny_groups(), LOSS)
+        learner.optim_step(StepSpec(learning_rate=1e-2, weight_decay=0.1, max_grad_norm=1.0))
+
+
+def digest(learner: Learner) -> str:
+    mean, square = learner.optimizer.begin(learner.flat)
+    parts = [tensor.numpy().tobytes() for tensor in (learner.flat, mean, square)]
+    return hashlib.sha256(b"".join([*parts, str(learner.optimizer.steps).encode()])).hexdigest()
