@@ -37,7 +37,7 @@ TINY = ModelConfig(
     pad_token_id=0,
 )
 LETTERS = "abcdefghijklmnopqrstuvwxyz ."
-PIECES = ["<pad>", "<eos>", *LETTERS, *("ab", "bc", "cd", "the", "xyz", "\n", "d.", ". ", "é", "user")]
+PIECES = ["<pad>", "<eos>", *LETTERS, *("ab", "bc", "cd", "the", "xyz", "\n", "d.", ". ", "\u00e9", "user")]
 
 
 def write_tokenizer(folder):
@@ -112,7 +112,7 @@ class EngineProcess:
         return self.process.wait(20)
 
 
-async def wait_for_replicas(address, model_id, count, seconds=60.0):
+async def wait_for_replicas(address, model_id, count, seconds=120.0):
     """Waits on the fleet's stream until `count` replicas of a model are ready; returns them."""
     async with grpc.aio.insecure_channel(address) as channel, asyncio.timeout(seconds):
         async for fleet in InferenceGatewayServiceStub(channel).WatchFleet(pb.WatchFleetRequest()):

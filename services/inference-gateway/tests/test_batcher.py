@@ -17,9 +17,7 @@ ACTIONS = st.lists(
 @given(ACTIONS, st.integers(1, 8), st.integers(1, 64))
 def test_every_sample_gets_one_row_in_order_and_rows_stay_dense(actions, max_rows, prefill_tokens):
     batcher = Batcher(max_rows, prefill_tokens)
-    mirror: list[tuple[str, int]] = []  # what a KV cache would hold, row by row
-    seated: list[tuple[str, int]] = []
-    expected: list[tuple[str, int]] = []
+    mirror, seated, expected = [], [], []  # what a KV cache would hold row by row, and (group, sample) in order
     added = 0
     for action in actions:
         match action:
@@ -40,15 +38,11 @@ def test_every_sample_gets_one_row_in_order_and_rows_stay_dense(actions, max_row
                 rows = [row for row in range(len(mirror)) if bits >> row & 1]
                 moves = batcher.release(rows)
                 assert not {move.source for move in moves} & {move.target for move in moves}
-                for move in moves:
-                    mirror[move.target] = mirror[move.source]
-                del mirror[len(mirror) - len(rows) :]
+                carry_out(mirror, moves, len(rows))
             case ("abort", number):
                 rows, dropped = batcher.abort(f"g{number}")
                 expected = [s for s in expected if s not in {(f"g{number}", index) for index in dropped}]
-                for move in batcher.release(rows):
-                    mirror[move.target] = mirror[move.source]
-                del mirror[len(mirror) - len(rows) :]
+                carry_out(mirror, batcher.release(rows), len(rows))
         assert [(batcher.seat(r).request_id, batcher.seat(r).sample_index) for r in range(batcher.num_active)] == mirror
         assert batcher.num_active <= max_rows
         assert seated == expected[: len(seated)]
@@ -58,6 +52,12 @@ def test_every_sample_gets_one_row_in_order_and_rows_stay_dense(actions, max_row
             seated += [(one.ticket.request_id, one.first + offset) for offset in range(one.count)]
     assert seated == expected
     assert batcher.waiting_tokens == 0
+
+
+def carry_out(mirror, moves, freed):
+    for move in moves:
+        mirror[move.target] = mirror[move.source]
+    del mirror[len(mirror) - freed :]
 
 
 def test_a_step_takes_at_least_one_prompt_and_no_more_than_its_budget():

@@ -45,38 +45,9 @@ def test_nothing_is_lost_or_doubled_whatever_dies_pauses_or_hangs_up(seed, repli
 
 async def chaos(draw, replicas, requests):
     made = dispatcher(replicas)
-    delivered: dict[int, list[str]] = {number: [] for number in range(requests)}
-
-    def sender(number):
-        async def send(replica):
-            for part in range(3):
-                for _ in range(draw.randrange(4)):
-                    await asyncio.sleep(0)
-                if draw.random() < 0.15:
-                    raise ReplicaLost("died")
-                yield f"{replica.info.name}/{part}"
-
-        async def run():
-            async with aclosing(made.stream(want(), send)) as items:
-                async for item in items:
-                    delivered[number].append(item)
-
-        return run()
-
-    async def weather():
-        while True:
-            await asyncio.sleep(0)
-            action = draw.randrange(4)
-            if action == 0:
-                made.fleet.pause("m")
-            elif action == 1:
-                made.fleet.resume("m")
-            else:
-                made.table.heartbeat(info(draw.randrange(replicas)), made.clock())
-            made.changes.notify()
-
-    storm = asyncio.create_task(weather())
-    tasks = [asyncio.create_task(sender(number)) for number in range(requests)]
+    delivered: list[list[str]] = [[] for _ in range(requests)]
+    storm = asyncio.create_task(weather(made, draw, replicas))
+    tasks = [asyncio.create_task(relay(made, draw, parts)) for parts in delivered]
     for task in tasks:
         if draw.random() < 0.1:
             await asyncio.sleep(0)
@@ -87,14 +58,43 @@ async def chaos(draw, replicas, requests):
     assert ledger.balanced()
     assert (ledger.held, ledger.running, ledger.entered) == (0, 0, ledger.completed + ledger.failed + ledger.cancelled)
     assert ledger.completed == results.count(None)
-    for number, result in enumerate(results):
-        parts = delivered[number]
+    for parts, result in zip(delivered, results, strict=True):
         if result is None:
             assert [part.rpartition("/")[2] for part in parts] == ["0", "1", "2"]
         else:
             assert isinstance(result, GenerationLost | asyncio.CancelledError)
         assert len({part.rpartition("/")[0] for part in parts}) <= 1  # never two replicas in one answer
     assert all(entry.inflight_tokens == entry.inflight_requests == 0 for entry in made.table.entries())
+
+
+async def relay(made, draw, parts):
+    """One client whose replicas answer three parts, slowly, and die now and then."""
+
+    async def send(replica):
+        for part in range(3):
+            for _ in range(draw.randrange(4)):
+                await asyncio.sleep(0)
+            if draw.random() < 0.15:
+                raise ReplicaLost("died")
+            yield f"{replica.info.name}/{part}"
+
+    async with aclosing(made.stream(want(), send)) as items:
+        async for item in items:
+            parts.append(item)
+
+
+async def weather(made, draw, replicas):
+    """Pauses, resumes, and brings lost replicas back."""
+    while True:
+        await asyncio.sleep(0)
+        action = draw.randrange(4)
+        if action == 0:
+            made.fleet.pause("m")
+        elif action == 1:
+            made.fleet.resume("m")
+        else:
+            made.table.heartbeat(info(draw.randrange(replicas)), made.clock())
+        made.changes.notify()
 
 
 async def answer(replica):

@@ -29,7 +29,7 @@ def group(request_id, prompt=(5, 6, 7), n=4, max_tokens=10, seed=1, **fields):
     )
 
 
-async def collect(stub, request, timeout=30):
+async def collect(stub, request, timeout=90):
     """All samples by index, and the replicas that made them."""
     samples, replicas = {}, set()
     async for response in stub.GenerateGroup(request, timeout=timeout):
@@ -82,7 +82,7 @@ async def complete(session, **fields):
 
 
 async def held(fleet, count):
-    async with aiohttp.ClientSession(fleet.gateway.http) as session, asyncio.timeout(20):
+    async with aiohttp.ClientSession(fleet.gateway.http) as session, asyncio.timeout(60):
         while True:
             async with session.get("/metrics") as response:
                 if f"reflux_gateway_held_requests {float(count)}\n" in await response.text():
@@ -112,7 +112,7 @@ async def test_engines_register_again_with_a_restarted_gateway(fleet, ready_repl
     before = await ready_replicas(fleet.gateway.grpc, "tiny", 2)
     await asyncio.to_thread(fleet.gateway.stop)
     await asyncio.to_thread(fleet.gateway.start)
-    after = await ready_replicas(fleet.gateway.grpc, "tiny", 2, seconds=5.0)
+    after = await ready_replicas(fleet.gateway.grpc, "tiny", 2, seconds=30.0)
     assert {replica.name for replica in after} == {replica.name for replica in before}
 
 
@@ -127,7 +127,7 @@ def test_incomplete_model_folder_is_named(model_folder, tmp_path, missing):
 
 def test_missing_model_folder_is_one_line_and_exit_code_2(start_engine, tmp_path):
     engine = start_engine(tmp_path / "nowhere", "127.0.0.1:1")
-    assert engine.process.wait(60) == 2
+    assert engine.process.wait(120) == 2
     lines = engine.log.read_text().strip().splitlines()
     assert len(lines) == 1
     assert lines[0].startswith("reflux-engine: REFLUX_ENGINE_MODEL")
@@ -145,7 +145,7 @@ async def test_killed_replica_in_flight_is_replaced_by_the_other(stub, fleet, re
         calls += [asyncio.create_task(complete(session, prompt=[3, i], seed=i)) for i in range(2, 14)]
         await inflight(fleet, name)
         victim.kill(signal.SIGKILL)
-        results = await asyncio.wait_for(asyncio.gather(*calls), 30)
+        results = await asyncio.wait_for(asyncio.gather(*calls), 90)
     assert len(results) == 36
     assert not any(name in replicas for _, replicas in results[:24])
     text = fleet.engines[0].log.read_text()
@@ -153,7 +153,7 @@ async def test_killed_replica_in_flight_is_replaced_by_the_other(stub, fleet, re
 
 
 async def inflight(fleet, name):
-    async with aiohttp.ClientSession(fleet.gateway.http) as session, asyncio.timeout(20):
+    async with aiohttp.ClientSession(fleet.gateway.http) as session, asyncio.timeout(60):
         while True:
             async with session.get("/metrics") as response:
                 lines = (await response.text()).splitlines()

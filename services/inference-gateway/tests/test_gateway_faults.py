@@ -248,7 +248,7 @@ async def test_body_and_headers_pass_unchanged_both_ways():
         return web.Response(status=418, body=b'{"odd" :  "reply"}', headers={"X-Mine": "1", "Content-Type": "text/odd"})
 
     draw = random.Random(5)
-    body = {"model": "m", "prompt": [1, 2], "nested": {"a": [1, {"b": None}]}, "text": "é\u2028" * 3}
+    body = {"model": "m", "prompt": [1, 2], "nested": {"a": [1, {"b": None}]}, "text": "\u00e9\u2028" * 3}
     body |= {f"unknown_{i}": draw.random() for i in range(20)}
     raw = json.dumps(body, ensure_ascii=False, indent=3).encode()
     async with gateway() as door, http_server(echo) as url:
@@ -282,7 +282,7 @@ async def test_large_bodies_pass_up_to_the_limit_and_are_413_above_it():
 
 
 async def test_stream_is_relayed_byte_by_byte_and_a_break_ends_with_an_error_event():
-    text = 'data: {"é": 1}\n\n'.encode()
+    text = 'data: {"\u00e9": 1}\n\n'.encode()
 
     async def broken(request):
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
