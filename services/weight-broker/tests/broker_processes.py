@@ -5,6 +5,7 @@ Publisher and replica speak over a pipe. Weights follow from a seed, so that eve
 
 import asyncio
 import os
+import signal
 from multiprocessing.connection import Connection
 
 import numpy as np
@@ -54,7 +55,7 @@ def replica(pipe: Connection, address: str, name: str) -> None:
 
 
 def publisher(pipe: Connection, address: str, transport: str) -> None:
-    """Obeys {"version": v, "seed": s, "timeout": t, "min_replicas": n, "flip": bool}."""
+    """Obeys {"version": v, "seed": s, "timeout": t, "min_replicas": n, "flip": bool, "die": bool}."""
     asyncio.run(_publisher(pipe, address, transport))
 
 
@@ -81,14 +82,22 @@ async def _publisher(pipe: Connection, address: str, transport: str) -> None:
                 pipe.send({"error": f"{type(error).__name__}: {error}"})
 
 
+async def _die_once_begun(client: BrokerPublisher, before: int | None) -> None:
+    while client._epoch == before:
+        await asyncio.sleep(0.001)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 async def _publish(client: BrokerPublisher, arenas: PublisherArenas, order: dict) -> dict:
     staged = await client.stage(weights(order["seed"]), 10.0)
     if order.get("flip"):
         arenas.view(staged.generation)[LAYOUT.by_name["norm.weight"].offset + 99] ^= 4
+    death = asyncio.create_task(_die_once_begun(client, client._epoch)) if order.get("die") else None
     done = await client.distribute(
         staged,
         order["version"],
         sync_timeout_seconds=order.get("timeout", 20.0),
         min_replicas=order.get("min_replicas", 0),
     )
+    assert death is None, "the version was committed although its publisher was to die"
     return {"epoch": done.epoch, "bytes": done.bytes, "replicas": [state.replica for state in done.replicas]}

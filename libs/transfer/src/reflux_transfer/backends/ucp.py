@@ -11,7 +11,7 @@ from ctypes import byref, c_char_p, c_int, c_int8, c_size_t, c_uint, c_uint32, c
 from pathlib import Path
 from typing import Any
 
-from reflux_transfer.errors import BackendUnavailable
+from reflux_transfer.errors import BackendUnavailable, TransferError
 
 OK, IN_PROGRESS, ERR_BUSY = 0, 1, -15
 FEATURE_RMA, FEATURE_WAKEUP = 1 << 1, 1 << 4
@@ -84,7 +84,7 @@ class RequestParam(C.Structure):
         return cls(mask=_OP_FLAGS, flags=_CLOSE_FORCE)
 
 
-class UcpError(RuntimeError):
+class UcpError(TransferError, RuntimeError):
     """A negative ucs_status_t."""
 
     def __init__(self, status: int, text: str) -> None:

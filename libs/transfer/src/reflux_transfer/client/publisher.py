@@ -26,6 +26,7 @@ _PAUSE_SECONDS = 0.2
 _CALL_SECONDS = 10.0
 _SLACK_SECONDS = 5.0
 _SYNC = "sync"
+_AWAY = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 
 
 class PublishAborted(TransferError, RuntimeError):
@@ -106,10 +107,11 @@ class BrokerPublisher:
             with span("weights.publish", version=version):
                 request = self._request(staged, version, request_id or str(uuid.uuid4()))
                 request.sync_timeout_seconds, request.min_replicas = sync_timeout_seconds, min_replicas
-                outcome = await self._distribute(request, start + seconds)
+                outcome, first = await self._distribute(request, start + seconds)
             if outcome.state != WeightVersion.STATE_COMMITTED:
                 raise PublishAborted(f"epoch {outcome.epoch} (version {version}) was aborted: {outcome.error}")
-            self._arenas.pin(staged.generation)
+            if first:
+                self._arenas.pin(staged.generation)
         finally:
             self._arenas.release(staged.generation, _SYNC)
         self._replay = False
@@ -125,20 +127,26 @@ class BrokerPublisher:
             tuple(outcome.replicas),
         )
 
-    async def _distribute(self, request: pb.BeginVersionRequest, end: float) -> WeightVersion:
-        """Begins and follows a version over restarts of the broker; `end` is a monotonic time."""
+    async def _distribute(self, request: pb.BeginVersionRequest, end: float) -> tuple[WeightVersion, bool]:
+        """Begins and follows a version over restarts of the broker; `end` is a monotonic time.
+
+        The flag is False when an earlier call with this request id had committed it already, from another arena.
+        """
+        attempts = 0
         while True:
             try:
                 request.publisher_epoch = await self._known_epoch()
                 begun = await self._stub.BeginVersion(request, timeout=_CALL_SECONDS)
                 self._epoch = begun.version.epoch
-                return await self._outcome(begun.version, end)
+                known = attempts == 0 and begun.version.state == WeightVersion.STATE_COMMITTED
+                return await self._outcome(begun.version, end), not known
             except AioRpcError as error:
                 if error.code() in (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.ABORTED):
                     kind = PublisherFenced if reason_of(error) == "PUBLISHER_FENCED" else PublishRefused
                     raise kind(error.details() or error.code().name) from None
-                if error.code() is not grpc.StatusCode.UNAVAILABLE or time.monotonic() > end:
+                if error.code() not in _AWAY or time.monotonic() > end:
                     raise
+                attempts += 1
                 log.warning("the weight broker is away (%s), trying on", error.details())
                 await asyncio.sleep(_PAUSE_SECONDS)
 

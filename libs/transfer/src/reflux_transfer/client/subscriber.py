@@ -16,7 +16,7 @@ from reflux_kit.telemetry import span
 from reflux_transfer.arena import ReplicaArenas
 from reflux_transfer.backends.base import TransferBackend
 from reflux_transfer.client.wire import to_slices, to_slots
-from reflux_transfer.errors import ReadCancelled, TransferError
+from reflux_transfer.errors import ReadCancelled
 from reflux_transfer.pull import PullReport, fingerprint, pull
 from reflux_transfer.registry import open_backend
 
@@ -26,6 +26,7 @@ _PAUSE_SECONDS = 0.2
 _MAX_PAUSE_SECONDS = 2.0
 _CALL_SECONDS = 10.0
 _PULL_SECONDS = 3600.0
+_FATAL = (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNAUTHENTICATED)
 _NOTHING = PullReport(0, 0, 0.0, 0.0)
 
 
@@ -88,10 +89,10 @@ class BrokerSubscriber:
                         await self._handle(event)
                     reason = "the stream ended"
                 except AioRpcError as error:
-                    if error.code() in (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.INVALID_ARGUMENT):
-                        raise  # another layout: no repetition will help
+                    if error.code() in _FATAL:
+                        raise  # another layout, a wrong token: no repetition will help
                     reason = f"{error.code().name}: {error.details()}"
-                log.info("replica %s lost the weight broker (%s), registering again", self._replica, reason)
+                log.warning("replica %s lost the weight broker (%s), registering again", self._replica, reason)
                 await asyncio.sleep(pause)
                 pause = min(_MAX_PAUSE_SECONDS, 2 * pause)
         finally:
@@ -144,7 +145,7 @@ class BrokerSubscriber:
                     self._prepared = await asyncio.to_thread(self._pull_into_shadow, event, self._cancelled)
             except ReadCancelled:
                 return
-            except (TransferError, ValueError, MemoryError) as error:
+            except Exception as error:  # task boundary: whatever it is, the publisher is told
                 log.warning("replica %s cannot prepare epoch %d: %s", self._replica, epoch, error)
                 text = f"{type(error).__name__}: {error}"
                 await self._acknowledge(epoch, pb.AckVersionRequest.OUTCOME_FAILED, error=text)
