@@ -26,11 +26,15 @@ class MicroBatch:
 
 
 def micro_batches(groups: Sequence[GroupData], loss: LossSpec, limit: int) -> Iterator[MicroBatch]:
-    """Cuts a batch into parts of at most `limit` completions (0 = one part); a split group repeats its prompt."""
-    masks = [_mask(completion) for group in groups for completion in group.completions]
+    """Cuts a batch into parts of at most `limit` completions (0 = one part); a split group repeats its prompt.
+
+    Groups of similar length come together, because the rows of a part are padded to its longest.
+    """
+    ordered = sorted(groups, key=_row_length)
+    masks = [_mask(completion) for group in ordered for completion in group.completions]
     weights = token_weights(masks, loss.aggregation, constant_length=loss.constant_length)
     entries = iter(zip(masks, weights, strict=True))
-    for part in _parts(groups, limit):
+    for part in _parts(ordered, limit):
         completions = [completion for group in part for completion in group.completions]
         chosen = [next(entries) for _ in completions]
         yield _micro_batch(part, completions, [mask for mask, _ in chosen], [weight for _, weight in chosen])
@@ -47,6 +51,10 @@ def pack_groups(groups: Sequence[GroupData]) -> PackedRows:
 def parts_for_scoring(groups: Sequence[GroupData], limit: int) -> Iterator[list[GroupData]]:
     """The same cuts for a forward pass."""
     return _parts(groups, limit)
+
+
+def _row_length(group: GroupData) -> int:
+    return len(group.prompt) + sum(len(completion.token_ids) - 1 for completion in group.completions)
 
 
 def _parts(groups: Sequence[GroupData], limit: int) -> Iterator[list[GroupData]]:

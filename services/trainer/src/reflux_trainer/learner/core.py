@@ -19,8 +19,8 @@ from reflux_trainer.learner.ops import BatchFigures, GroupData, LossSpec, StepFi
 
 _ALIGNMENT = 64
 """Elements; each parameter starts on a 256-byte boundary of the flat buffers."""
-DEFAULT_MICRO_BATCH = 256
-"""Completions per micro-batch when the caller does not choose."""
+DEFAULT_MICRO_BATCH = 128
+"""Completions per micro-batch when the caller does not choose; small parts have less padding."""
 
 
 class Learner:
