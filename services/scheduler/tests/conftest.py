@@ -23,7 +23,7 @@ from reflux.scheduler.v1 import scheduler_service_pb2 as pb
 from reflux.scheduler.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
 from reflux_kit.channel import open_channel
 
-HANG_SECONDS = 30
+HANG_SECONDS = 60
 SLEEPER = "import time; time.sleep(600)"
 State = job_pb2.Job.State
 METHODS = ("CreateJob", "GetJob", "ListJobs", "CancelJob", "GetTopology", "ExplainJob")
@@ -235,7 +235,6 @@ class Client:
                     raise AssertionError(f"{name} ended first: {job}")
 
     async def until_rss(self, name: str) -> job_pb2.Job:
-        """Waits for a heartbeat with memory figures; they alone wake no watcher."""
         async with asyncio.timeout(HANG_SECONDS):
             while True:
                 job = await self.get(name)

@@ -11,7 +11,7 @@ from reflux_scheduler.agent.members import MemberTable, tree_rss_bytes
 from reflux_scheduler.agent.orders import RoleOrder
 from reflux_scheduler.agent.supervisor import Household
 
-HANG_SECONDS = 20
+HANG_SECONDS = 60
 
 
 def order(script: str, rank: int = 0, **fields) -> RoleOrder:
