@@ -89,23 +89,28 @@ def taken_port() -> socket.socket:
     return taken
 
 
-@pytest.mark.parametrize("fault", ["no store", "S3 away", "no bucket address", "folder impossible", "port in use"])
+FAULTS = ["no store", "S3 away", "S3 silent", "no bucket address", "folder impossible", "port in use"]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
 def test_a_service_that_cannot_start_says_why_in_one_line(tmp_path: Path, fault: str) -> None:
     (tmp_path / "file").write_bytes(b"")
     with taken_port() as taken:
         taken_address = f"127.0.0.1:{taken.getsockname()[1]}"
+        if fault == "S3 silent":
+            taken.listen()  # connections are taken up by the kernel, and nobody answers
+        s3 = {
+            "REFLUX_OBJECT_STORE": "s3://bucket/x",
+            "REFLUX_S3_ENDPOINT": f"http://{taken_address}",
+            "REFLUX_CHECKPOINT_STORE_TIMEOUT_SECONDS": "0.3",
+            "AWS_ACCESS_KEY_ID": "test",
+            "AWS_SECRET_ACCESS_KEY": "test",
+        }
         good = {"REFLUX_OBJECT_STORE": (tmp_path / "store").as_uri()}
         environment, word = {
             "no store": ({"REFLUX_OBJECT_STORE": "", "REFLUX_STATE_DIR": ""}, "REFLUX_OBJECT_STORE"),
-            "S3 away": (
-                {
-                    "REFLUX_OBJECT_STORE": "s3://bucket/x",
-                    "REFLUX_S3_ENDPOINT": f"http://{taken_address}",
-                    "AWS_ACCESS_KEY_ID": "test",
-                    "AWS_SECRET_ACCESS_KEY": "test",
-                },
-                taken_address,
-            ),
+            "S3 away": (s3, taken_address),
+            "S3 silent": (s3, taken_address),
             "no bucket address": ({"REFLUX_OBJECT_STORE": "bucket"}, "file:///folder or s3://bucket/prefix"),
             "folder impossible": ({"REFLUX_OBJECT_STORE": (tmp_path / "file/x").as_uri()}, "Not a directory"),
             "port in use": ({**good, "REFLUX_CHECKPOINT_LISTEN": taken_address}, taken_address),

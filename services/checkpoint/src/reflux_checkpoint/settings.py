@@ -41,6 +41,9 @@ class CheckpointSettings(ServiceSettings):
     store_threads: int = Field(default=16, ge=2)
     """Store calls at once."""
 
+    store_timeout_seconds: float = Field(default=10.0, gt=0)
+    """Longest silence of an S3 server; a call is tried twice."""
+
     def store_url(self) -> str:
         """Address of the object store; a folder below the state folder unless one is set."""
         if self.object_store:
@@ -52,7 +55,10 @@ class CheckpointSettings(ServiceSettings):
     def usable_store(self) -> ObjectStore:
         """Opens the store and tries what commits rest on; raises `StartupError` when it is away or not fit."""
         endpoint = self.s3_endpoint or None
-        bounds = S3Options(endpoint=endpoint, attempts=2, connect_timeout_seconds=2.0, read_timeout_seconds=10.0)
+        silence = self.store_timeout_seconds
+        bounds = S3Options(
+            endpoint=endpoint, attempts=2, connect_timeout_seconds=min(2.0, silence), read_timeout_seconds=silence
+        )
         try:
             store = open_store(self.store_url(), bounds)
             store.check()

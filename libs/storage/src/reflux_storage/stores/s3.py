@@ -134,8 +134,9 @@ class S3Store(ObjectStore):
 
     def put_part(self, upload: MultipartUpload, number: int, data: bytes | memoryview) -> PartReceipt:
         """See `ObjectStore`."""
-        if not 1 <= number <= MAX_PARTS or not 0 < len(data) <= upload.part_bytes:
-            raise InvalidPart(f"{upload.key}: part {number} of {len(data)} bytes")
+        size = memoryview(data).nbytes
+        if not 1 <= number <= MAX_PARTS or not 0 < size <= upload.part_bytes:
+            raise InvalidPart(f"{upload.key}: part {number} of {size} bytes")
         with self._translated(upload.key):
             answer = self._client.upload_part(
                 Bucket=self._bucket,
@@ -146,7 +147,7 @@ class S3Store(ObjectStore):
             )
         # Servers that check parts want the same checksum again at completion.
         sums = "".join(f" {name}={answer[name]}" for name in ("ChecksumCRC32", "ChecksumCRC32C") if name in answer)
-        return PartReceipt(number, len(data), answer["ETag"] + sums)
+        return PartReceipt(number, size, answer["ETag"] + sums)
 
     def complete_create_only(self, upload: MultipartUpload, parts: Sequence[PartReceipt]) -> ObjectInfo:
         """See `ObjectStore`."""
