@@ -37,36 +37,45 @@ def evaluate(run: Run, prompts: int, samples: int = 4) -> dict[str, float]:
     return {name: round(value, 4) for name, value in figures.items()}
 
 
-def main() -> None:
+def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cache", type=Path, default=Path("~/.cache/reflux").expanduser())
-    parser.add_argument("--prompts", type=int, default=400)
-    parser.add_argument("--peaks-hidden", action="store_true")
-    parser.add_argument("--every", type=int, default=25, help="steps between progress lines")
+    parser.add_argument("--prompts", type=int, default=400, help="held-out prompts")
+    parser.add_argument("--peaks-hidden", action="store_true", help="control: elements only")
+    parser.add_argument("--every", type=int, default=0, help="steps between evaluations; 0 evaluates at the ends only")
     for field in dataclasses.fields(Recipe):
         kind = type(field.default)
         if kind is bool:
             parser.add_argument(f"--{field.name}", action=argparse.BooleanOptionalAction, default=field.default)
         else:
             parser.add_argument(f"--{field.name}", type=kind, default=field.default)
-    arguments = parser.parse_args()
-    recipe = Recipe(**{field.name: getattr(arguments, field.name) for field in dataclasses.fields(Recipe)})
-    torch.set_num_threads(1)
-    started, cpu = time.perf_counter(), time.process_time()
-    options = {"peaks_hidden": True} if arguments.peaks_hidden else {}
-    run = Run(recipe, create_task("xrd-phase-id", recipe.seed, arguments.cache, options))
+    return parser.parse_args()
+
+
+def train(run: Run, arguments: argparse.Namespace) -> tuple[dict[str, float], dict[str, float]]:
+    """Held-out figures after warm-up and after RL; progress goes to stderr."""
     for step, loss in run.warm_up():
         if step % 50 == 0:
-            print(f"warm-up {step} loss {loss:.3f} wall {time.perf_counter() - started:.1f}", file=sys.stderr)
+            print(f"warm-up {step} loss {loss:.3f}", file=sys.stderr)
     before = evaluate(run, arguments.prompts)
     print("after warm-up", before, file=sys.stderr)
     for step, figures in run.reinforce():
-        if (step + 1) % arguments.every == 0:
+        if arguments.every and (step + 1) % arguments.every == 0:
             text = " ".join(f"{name} {value:.3f}" for name, value in figures.items())
-            held = evaluate(run, arguments.prompts, 1)["greedy"] if arguments.every < 1000 else 0.0
-            print(f"step {step + 1} {text} held {held} wall {time.perf_counter() - started:.1f}", file=sys.stderr)
-    after = evaluate(run, arguments.prompts)
-    seconds = run.clock.seconds
+            print(f"step {step + 1} {text} held {evaluate(run, arguments.prompts, 1)['greedy']}", file=sys.stderr)
+    return before, evaluate(run, arguments.prompts)
+
+
+def main() -> None:
+    arguments = parse()
+    recipe = Recipe(**{field.name: getattr(arguments, field.name) for field in dataclasses.fields(Recipe)})
+    torch.set_num_threads(1)
+    started, cpu = time.perf_counter(), time.process_time()
+    run = Run(
+        recipe, create_task("xrd-phase-id", recipe.seed, arguments.cache, {"peaks_hidden": arguments.peaks_hidden})
+    )
+    before, after = train(run, arguments)
+    steps = {"warmup_data": recipe.warmup_steps, "warmup_train": recipe.warmup_steps}
     result = {
         "recipe": dataclasses.asdict(recipe),
         "peaks_hidden": arguments.peaks_hidden,
@@ -75,9 +84,9 @@ def main() -> None:
         "gain": round(after["greedy"] - before["greedy"], 4),
         "prompts_issued": run.next_prompt,
         "groups_filtered": run.filtered,
-        "ms_per_step": {
-            name: round(1e3 * value / (recipe.warmup_steps if "warmup" in name else max(1, recipe.steps)), 1)
-            for name, value in seconds.items()
+        "cpu_ms_per_step": {
+            name: round(1e3 * seconds / max(1, steps.get(name, recipe.steps)), 1)
+            for name, seconds in run.clock.seconds.items()
         },
         "wall_seconds": round(time.perf_counter() - started, 1),
         "cpu_seconds": round(time.process_time() - cpu, 1),

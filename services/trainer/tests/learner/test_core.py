@@ -51,6 +51,24 @@ def test_masked_tokens_and_their_log_probs_do_not_matter() -> None:
     torch.testing.assert_close(first.gradient, second.gradient)
 
 
+def test_the_order_of_groups_and_members_does_not_matter() -> None:
+    loss = LossSpec(name="gspo", aggregation="sequence_mean", clip_low=5.0, clip_high=5.0)
+    plain, turned = tiny_learner(), tiny_learner()
+    plain.forward_backward(tiny_groups(), loss)
+    turned.forward_backward([GroupData(g.prompt, g.completions[::-1]) for g in reversed(tiny_groups())], loss, 2)
+    torch.testing.assert_close(turned.gradient, plain.gradient, atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_a_member_that_is_masked_out_counts_as_absent(aggregation: Aggregation) -> None:
+    loss = LossSpec(name="ppo", aggregation=aggregation, constant_length=6, clip_low=5.0, clip_high=5.0)
+    absent, masked = tiny_learner(), tiny_learner()
+    unknown = CompletionData([5, 6], [-1.0, -1.0], 0.7, [False, False])
+    absent.forward_backward(tiny_groups(), loss)
+    masked.forward_backward([GroupData(g.prompt, [*g.completions, unknown]) for g in tiny_groups()], loss)
+    torch.testing.assert_close(masked.gradient, absent.gradient, atol=1e-6, rtol=1e-4)
+
+
 def test_a_batch_without_counted_tokens_gives_a_zero_gradient() -> None:
     learner = tiny_learner()
     masked = [GroupData([3, 4], [CompletionData([5, 6], [-1.0, -1], 1.0, [False, False])])]
@@ -108,6 +126,16 @@ def test_a_step_that_is_not_finite_is_refused_counted_and_forgotten(bad: float) 
         survivor.forward_backward(tiny_groups(), LossSpec(name="reinforce"))
         assert survivor.optim_step(StepSpec(learning_rate=1e-2)).applied
     assert torch.equal(learner.flat, untouched.flat)
+
+
+def test_half_a_gradient_of_a_call_that_failed_is_never_applied() -> None:
+    learner = tiny_learner()
+    outside = [GroupData([3, 4, 5, 6, 7, 8, 9, 10, 11], [CompletionData([5, 10_000, 6], [-1.0, -1, -1])])]
+    with pytest.raises(IndexError):
+        learner.forward_backward(tiny_groups() + outside, LossSpec(name="ppo"), 1)
+    assert learner.gradient.any()
+    assert not learner.optim_step(StepSpec(learning_rate=1e-2)).applied
+    assert not learner.gradient.any()
 
 
 def test_scores_are_the_log_probs_that_training_uses() -> None:

@@ -71,11 +71,11 @@ class Learner:
         """Adds the gradient of one batch; `micro_batch` counts completions, 0 takes the default."""
         started = time.perf_counter()
         sums = _Sums()
+        poisoned, self.poisoned = self.poisoned, True  # what an exception leaves behind is half a gradient
+        self.accumulated = True
         for part in micro_batches(groups, loss, micro_batch or DEFAULT_MICRO_BATCH):
-            value = self._backward(part, loss, sums)
-            self.accumulated = True
-            if not math.isfinite(value):
-                self.poisoned = True
+            poisoned |= not math.isfinite(self._backward(part, loss, sums))
+        self.poisoned = poisoned
         return sums.figures(time.perf_counter() - started)
 
     def optim_step(self, step: StepSpec) -> StepFigures:

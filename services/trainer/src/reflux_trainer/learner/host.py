@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import torch
 from grpc.aio import Channel
 
-from reflux_kit.errors import NotFound
+from reflux_kit.errors import NotFound, WrongState
 from reflux_model.folder import load_config
 from reflux_storage.stores.base import ObjectStore
 from reflux_storage.stream import ObjectReceipt
@@ -73,6 +73,9 @@ class LearnerHost:
 
     async def close(self) -> None:
         """Waits for what runs, then frees model and arenas."""
+        if self.session is not None:
+            for publish in self.session.publishes.values():
+                publish.cancel()  # it may wait for replicas; nothing in the model depends on it
         await asyncio.gather(*self._running, return_exceptions=True)
         self._forget()
         await asyncio.to_thread(self._torch.shutdown)
@@ -156,7 +159,7 @@ class LearnerHost:
     ) -> Published:
         async with self._publishing:
             async with self._order:
-                self.require(session.model_id)
+                self._check_present(session)
                 version = session.learner.version
                 staged = await self._in_torch(session.publisher.stage, session.learner.params)
             return await session.publisher.distribute(
@@ -171,12 +174,17 @@ class LearnerHost:
         started = time.monotonic()
         async with self._saving:
             async with self._order:
+                self._check_present(session)
                 begun = time.monotonic()
                 await self._in_torch(session.capture.take, session.learner, session.journal, session.publisher.epoch)
                 op_id, version = session.journal.last, session.learner.version
                 pause = time.monotonic() - begun
             receipt = await asyncio.to_thread(session.capture.write, store, key)
         return Saved(receipt, op_id, version, pause, time.monotonic() - started)
+
+    def _check_present(self, session: Session) -> None:
+        if self.session is not session:
+            raise WrongState(f"model {session.model_id!r} was created or loaded anew meanwhile; repeat the call")
 
     def _forget(self) -> None:
         if self.session is not None:
