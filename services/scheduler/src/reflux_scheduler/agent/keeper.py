@@ -222,7 +222,7 @@ def main() -> int:
         log = RollingLog(Path(order["log_path"]), order["log_limit_bytes"])
         pid = _spawn(order["argv"], order["env"], order["cwd"], write)
     except OSError as error:
-        _tell(f"refused {order['argv'][0]}: {error.strerror}")
+        _tell(f"refused {order['argv'][0]}: {error}")
         return 0
     os.close(write)
     _tell(f"started {pid}")

@@ -77,6 +77,15 @@ class RoleSupervisor:
         return self.report
 
     async def _run(self) -> None:
+        try:
+            await self._live()
+        except Exception as error:  # task boundary: a member that nobody watches must not be reported as running
+            log.exception("the supervisor of %s failed", self.order.role_id)
+            if self._process is not None:
+                self._process.kill()
+            self._tell(state="failed", pid=0, message=f"its supervisor failed: {type(error).__name__}")
+
+    async def _live(self) -> None:
         times: tuple[float, ...] = ()
         while not self._stopping.is_set():
             try:
@@ -109,10 +118,9 @@ class RoleSupervisor:
             self._process.stop(self._grace or 0.0)
         log.info("%s started with pid %d", self.order.role_id, self._process.pid)
         self._tell(state="running", pid=self._process.pid, started_at=time.time())
-        try:
-            return await self._process.wait()
-        finally:
-            self._process = None
+        code = await self._process.wait()
+        self._process = None
+        return code
 
     async def _pause(self, seconds: float) -> None:
         try:

@@ -1,6 +1,6 @@
 """Backend `local`: members are processes under the `reflux-agent` of their node."""
 
-from contextlib import AsyncExitStack
+import asyncio
 from types import TracebackType
 from typing import TYPE_CHECKING, Self, cast
 
@@ -24,13 +24,13 @@ _STOP_MARGIN_SECONDS = 5.0
 
 
 class LocalBackend(Backend):
-    """One channel per agent address; opened on first use, closed with the backend."""
+    """One channel per node, opened on first use and anew when the node's agent has moved; closed with the backend."""
 
     def __init__(self, fleet: Fleet, settings: ServiceSettings) -> None:
         self._fleet = fleet
         self._settings = settings
-        self._stack = AsyncExitStack()
-        self._stubs: dict[str, AgentServiceAsyncStub] = {}
+        self._channels: dict[str, tuple[str, grpc.aio.Channel]] = {}
+        self._retiring: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> Self:
         return self
@@ -38,10 +38,11 @@ class LocalBackend(Backend):
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self._stack.aclose()
+        for _, channel in self._channels.values():
+            await channel.close()
 
     async def start(self, job: Job, member: Member) -> tuple[str, Report]:
-        incarnation, stub = await self._stub(member.node)
+        incarnation, stub = self._stub(member.node)
         request = pb.StartRoleRequest(
             role_id=job.role_id(member),
             spec=render_role(job.spec.role(member.role)),
@@ -58,7 +59,7 @@ class LocalBackend(Backend):
         return incarnation, parse_report(response.role)
 
     async def stop(self, job: Job, member: Member) -> tuple[str, Report] | None:
-        incarnation, stub = await self._stub(member.node)
+        incarnation, stub = self._stub(member.node)
         grace = job.spec.role(member.role).stop_grace_seconds
         request = pb.StopRoleRequest(role_id=job.role_id(member), grace_seconds=grace)
         try:
@@ -69,17 +70,23 @@ class LocalBackend(Backend):
             raise self._away(member.node, error) from None
         return incarnation, parse_report(response.role)
 
-    async def _stub(self, node: str) -> tuple[str, "AgentServiceAsyncStub"]:
+    def _retire(self, channel: grpc.aio.Channel) -> None:
+        """Closes a channel to an address that is no longer used, once its calls are over."""
+        task = asyncio.create_task(channel.close(grace=_START_SECONDS))
+        self._retiring.add(task)
+        task.add_done_callback(self._retiring.discard)
+
+    def _stub(self, node: str) -> tuple[str, "AgentServiceAsyncStub"]:
         agent = self._fleet.agent(node)
         if agent is None:
             raise BackendAway(f"node {node} has no registered agent")
-        stub = self._stubs.get(agent.address)
-        if stub is None:
-            channel = await self._stack.enter_async_context(
-                open_channel(agent.address, self._settings, subject="scheduler")
-            )
-            stub = self._stubs[agent.address] = cast("AgentServiceAsyncStub", AgentServiceStub(channel))
-        return agent.incarnation, stub
+        address, channel = self._channels.get(node, ("", None))
+        if channel is None or address != agent.address:
+            if channel is not None:
+                self._retire(channel)
+            channel = open_channel(agent.address, self._settings, subject="scheduler")
+            self._channels[node] = (agent.address, channel)
+        return agent.incarnation, cast("AgentServiceAsyncStub", AgentServiceStub(channel))
 
     @staticmethod
     def _away(node: str, error: grpc.aio.AioRpcError) -> BackendAway:
