@@ -12,6 +12,7 @@ from reflux_tasks.xrd.answers import format_answer
 from reflux_tasks.xrd.database import PhaseDatabase, candidate
 from reflux_tasks.xrd.full import FullVerifier
 from reflux_tasks.xrd.measurement import simulate_measurement
+from reflux_tasks.xrd.payload import parse_truth
 from reflux_tasks.xrd.profile import snip_background
 from reflux_tasks.xrd.refinement import RefinementOptions, refine
 from reflux_tasks.xrd.task import XrdTask
@@ -78,23 +79,24 @@ def test_what_the_gate_refuses_is_never_refined(
 
 
 def test_the_simulated_measurement_is_deterministic_and_counts_photons(database: PhaseDatabase, pair: dict) -> None:
-    first, again = simulate_measurement(pair, database), simulate_measurement(pair, database)
+    first, again = simulate_measurement(parse_truth(pair), database), simulate_measurement(parse_truth(pair), database)
     assert np.array_equal(first.counts, again.counts)
     assert np.array_equal(first.counts, np.round(first.counts))
     assert 7000 < first.counts.max() < 9000
-    other = simulate_measurement({**pair, "noise_seed": pair["noise_seed"] + 1}, database)
+    other = simulate_measurement(parse_truth({**pair, "noise_seed": pair["noise_seed"] + 1}), database)
     assert not np.array_equal(first.counts, other.counts)
     background = snip_background(first)
     assert (background < 400).all()
-    with pytest.raises(ValueError, match="payload"):
-        simulate_measurement({"phases": [{}]}, database)
+    unknown = {**pair, "phases": [{**pair["phases"][0], "label": "O n9 sg1"}]}
+    with pytest.raises(ValueError, match="O n9 sg1"):
+        simulate_measurement(parse_truth(unknown), database)
 
 
 def test_alignment_finds_the_strain_of_the_sample(task: XrdTask, database: PhaseDatabase) -> None:
     errors = []
     for index in range(25):
         truth = task.truth(task.problem("heldout", index))
-        profile = simulate_measurement(truth, database)
+        profile = simulate_measurement(parse_truth(truth), database)
         for phase in truth["phases"][:1]:
             found = align(profile, snip_background(profile), database.phases[phase["label"]])
             errors.append(np.abs(found - phase["cell_scale"]).max())
@@ -103,7 +105,7 @@ def test_alignment_finds_the_strain_of_the_sample(task: XrdTask, database: Phase
 
 
 def test_equal_refinements_give_equal_figures(objcryst: Path, database: PhaseDatabase, pair: dict) -> None:
-    profile = simulate_measurement(pair, database)
+    profile = simulate_measurement(parse_truth(pair), database)
     phases = [database.phases[phase["label"]] for phase in pair["phases"]]
     candidates = [
         candidate(phase, np.array(true["cell_scale"])) for phase, true in zip(phases, pair["phases"], strict=True)
@@ -122,7 +124,7 @@ def test_a_missing_program_is_reported_with_the_way_out(database: PhaseDatabase,
 
 
 def test_an_oversized_cell_is_refused_before_it_costs_time(objcryst: Path, database: PhaseDatabase, pair: dict) -> None:
-    profile = simulate_measurement(pair, database)
+    profile = simulate_measurement(parse_truth(pair), database)
     phase = database.phases[pair["phases"][0]["label"]]
     with pytest.raises(VerificationError, match="volume"):
         refine(profile, [candidate(phase, np.array([10.0, 10.0, 10.0]))], RefinementOptions(), objcryst)
@@ -145,6 +147,25 @@ def test_a_failed_refinement_is_no_grade(
         verifier.grade(pair, [format_answer(true_labels(pair))])
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"phases": []},
+        {"phases": [{}]},
+        {"phases": 3},
+        {"elements": None},
+        {"noise_seed": -1},
+        {"noise_seed": "x"},
+        {"intensity": [1.0]},
+        {"two_theta_degrees": "abc"},
+        {"phases": [{"label": "Au sg225", "share": 1.0, "cell_scale": [1.0, 1.0, 0.0]}]},
+    ],
+)
+def test_a_foreign_payload_is_the_callers_error(database: PhaseDatabase, pair: dict, change: dict) -> None:
+    with pytest.raises(ValueError, match="payload"):
+        FullVerifier(database).grade({**pair, **change}, ["x"])
+
+
 @pytest.mark.slow
 def test_simulated_lines_of_every_phase_agree_with_the_refinement_program(
     objcryst: Path, task: XrdTask, database: PhaseDatabase
@@ -154,6 +175,7 @@ def test_simulated_lines_of_every_phase_agree_with_the_refinement_program(
         label = " ".join(phase.label)
         true = [{"label": label, "cell_scale": [1.0, 1.0, 1.0], "share": 1.0}]
         payload = {"phases": true, "zero_shift_degrees": 0.0, "noise_seed": 1, "elements": list(phase.elements)}
+        payload |= {"two_theta_degrees": [], "intensity": []}
         [grade] = FullVerifier(database, objcryst).grade(payload, [format_answer([phase.label])])
         assert grade.reward > 0.65, phase.name
         # nickel, copper and cobalt scatter anomalously, which the simulation leaves out

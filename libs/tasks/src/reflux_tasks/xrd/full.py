@@ -11,6 +11,7 @@ from reflux_tasks.xrd.align import align
 from reflux_tasks.xrd.answers import InvalidAnswer, NamedPhase, parse_answer
 from reflux_tasks.xrd.database import PhaseDatabase, candidate, lengths
 from reflux_tasks.xrd.measurement import simulate_measurement
+from reflux_tasks.xrd.payload import parse_truth
 from reflux_tasks.xrd.phases import Phase
 from reflux_tasks.xrd.profile import Profile, snip_background
 from reflux_tasks.xrd.refinement import MAX_PHASES, Fit, PhaseFit, RefinementOptions, refine, system_python
@@ -56,7 +57,8 @@ class FullVerifier(Verifier):
         self.python = self.python or system_python()
 
     def grade(self, payload: Mapping[str, Any], answers: Sequence[Answer]) -> list[Grade]:
-        profile = simulate_measurement(payload, self.database)
+        truth = parse_truth(payload)
+        profile = simulate_measurement(truth, self.database)
         background = snip_background(profile)
         known: dict[frozenset[str], Grade] = {}
         grades = []
@@ -66,7 +68,7 @@ class FullVerifier(Verifier):
             except InvalidAnswer as error:
                 grades.append(Grade("invalid", 0.0, {"reason": str(error)}))
                 continue
-            refusal = self._refusal(named, frozenset(payload["elements"]))
+            refusal = self._refusal(named, truth.elements)
             if refusal:
                 grades.append(Grade("scored", 0.0, {"gate": refusal}))
                 continue

@@ -10,6 +10,7 @@ from reflux_tasks.verify import Answer, Fidelity, Grade, Verifier, answer_words
 from reflux_tasks.xrd.answers import InvalidAnswer, NamedPhase, parse_answer
 from reflux_tasks.xrd.database import PhaseDatabase
 from reflux_tasks.xrd.patterns import TWO_THETA_MAX_DEGREES, TWO_THETA_MIN_DEGREES
+from reflux_tasks.xrd.payload import parse_truth
 from reflux_tasks.xrd.phases import WAVELENGTH_ANGSTROM, Phase, line_angles
 
 MAX_PHASES = 5
@@ -51,13 +52,8 @@ class SurrogateVerifier(Verifier):
         self.database.load()
 
     def grade(self, payload: Mapping[str, Any], answers: Sequence[Answer]) -> list[Grade]:
-        try:
-            two_theta = np.array(payload["two_theta_degrees"], float)
-            intensity = np.array(payload["intensity"], float)
-            allowed = frozenset(payload["elements"])
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"not a payload of this task: {error!r}") from error
-        observed = self._broaden(two_theta, intensity)
+        truth = parse_truth(payload)
+        observed = self._broaden(truth.two_theta, truth.intensity)
         grades = []
         for answer in answers:
             try:
@@ -65,7 +61,7 @@ class SurrogateVerifier(Verifier):
             except InvalidAnswer as error:
                 grades.append(Grade("invalid", 0.0, {"reason": str(error)}))
                 continue
-            grades.append(self._grade(named, allowed, observed, (two_theta, intensity)))
+            grades.append(self._grade(named, truth.elements, observed, (truth.two_theta, truth.intensity)))
         return grades
 
     def _grade(
