@@ -4,7 +4,6 @@ import asyncio
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import uuid
@@ -200,39 +199,14 @@ async def test_sigterm_gives_running_jobs_back_and_leaves_no_process(namespaces,
     assert job == [b"queued", b"0"]
 
 
-async def failed_start(**environment):
-    command = [sys.executable, "-m", "reflux_sandbox.main"]
-    process = await asyncio.create_subprocess_exec(
-        *command, env={**os.environ, **environment}, stderr=subprocess.PIPE, stdout=subprocess.PIPE
-    )
-    _, err = await asyncio.wait_for(process.communicate(), 60)
-    return process.returncode, [line for line in err.decode().splitlines() if line.startswith("reflux-sandbox: ")], err
-
-
 async def test_an_absent_redis_is_one_line_and_exit_code_2(tmp_path):
-    code, lines, err = await failed_start(REFLUX_REDIS_URL=f"unix://{tmp_path}/none.sock")
-    assert (code, len(lines)) == (2, 1)
+    environment = {**os.environ, "REFLUX_REDIS_URL": f"unix://{tmp_path}/none.sock"}
+    command = [sys.executable, "-m", "reflux_sandbox.main"]
+    process = await asyncio.create_subprocess_exec(*command, env=environment, stderr=subprocess.PIPE)
+    _, err = await asyncio.wait_for(process.communicate(), 60)
+    lines = [line for line in err.decode().splitlines() if line.startswith("reflux-sandbox: ")]
+    assert (process.returncode, len(lines)) == (2, 1)
     assert "REFLUX_REDIS_URL" in lines[0]
-    assert b"Traceback" not in err
-
-
-async def test_a_taken_port_is_one_line_and_exit_code_2(namespaces, valkey):
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        address = f"127.0.0.1:{taken.getsockname()[1]}"
-        code, lines, err = await failed_start(
-            REFLUX_REDIS_URL=valkey.url, REFLUX_SANDBOX_LISTEN=address, REFLUX_SANDBOX_GRADERS=""
-        )
-    assert (code, len(lines)) == (2, 1)
-    assert address in lines[0]
-    assert b"Traceback" not in err
-
-
-async def test_a_bad_setting_is_one_line_and_exit_code_2():
-    code, lines, err = await failed_start(REFLUX_SANDBOX_ISOLATION="bubblewrap")
-    assert (code, len(lines)) == (2, 1)
-    assert "isolation" in lines[0]
     assert b"Traceback" not in err
 
 

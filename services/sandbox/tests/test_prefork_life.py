@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from reflux_sandbox.execution import CodeRequest, GradeSession, SessionLost, run_code
-from reflux_sandbox.isolation.base import ChildLimits
+from reflux_sandbox.isolation.base import ChildLimits, IsolationUnavailable
 from reflux_sandbox.isolation.prefork import PreforkIsolation
 
 
@@ -172,3 +172,31 @@ async def test_without_verifiers_the_tier_says_so(namespaces, isolation_options)
         assert any("no verifiers" in reason for reason in isolation.reasons)
     finally:
         await isolation.close()
+
+
+async def test_a_user_namespace_replaces_root(namespaces, isolation_options):
+    options = isolation_options(in_user_namespace=True, idle_target=1, most_children=2)
+    isolation = PreforkIsolation(**options)
+    try:
+        await isolation.start()
+    except IsolationUnavailable as error:
+        pytest.skip(f"needs user namespaces: {error}")
+    text = """
+import os
+print(os.getuid(), os.getpid(), os.listdir('/box'), flush=True)
+for path in ('/probe', '/usr/probe'):
+    try:
+        open(path, 'w')
+    except OSError as error:
+        print(error.strerror, flush=True)
+while True: os.fork()
+"""
+    try:
+        result = await run_code(await isolation.acquire(), code(text))
+        after = await run_code(
+            await isolation.acquire(), code("import os; print(os.wait() if os.fork() else os._exit(0))")
+        )
+    finally:
+        await isolation.close()
+    assert result.stdout.decode().splitlines() == ["65534 2 []"] + ["Read-only file system"] * 2, result
+    assert (result.status, after.status) == ("pids", "ok")

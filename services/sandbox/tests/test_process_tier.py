@@ -1,7 +1,5 @@
 """The weak tier: limits hold, it says that it is weak, and model-written code is refused unless asked for by name."""
 
-import asyncio
-import os
 from pathlib import Path
 
 import pytest
@@ -77,37 +75,3 @@ async def test_the_choice_falls_back_with_a_warning_and_the_reason(isolation_opt
     with pytest.raises(StartupError, match="unshare is refused"):
         async with choose.open_isolation("prefork", **options):
             pass
-
-
-async def test_without_root_the_prefork_tier_uses_user_namespaces(here):
-    """A service of user nobody, as a process, because this one must stay root."""
-    if os.geteuid() != 0:
-        pytest.skip("needs root, to become another user")
-    script = f"""
-import asyncio, os, sys
-os.setgroups([]); os.setresgid(65534, 65534, 65534); os.setresuid(65534, 65534, 65534)
-from reflux_sandbox.execution import CodeRequest, run_code
-from reflux_sandbox.isolation.base import ChildLimits, IsolationUnavailable
-from reflux_sandbox.isolation.prefork import PreforkIsolation
-async def main():
-    isolation = PreforkIsolation(limits=ChildLimits(), idle_target=1, most_children=2, output_bytes=1000,
-        graders="", cache_folder={here!r}, warm_modules=())
-    try:
-        await isolation.start()
-    except IsolationUnavailable as error:
-        print("UNAVAILABLE", error)
-        return
-    code = "import os; print(os.getuid(), os.getpid(), os.listdir('/box'))\\nwhile True: os.fork()"
-    result = await run_code(await isolation.acquire(), CodeRequest(code=code, wall_seconds=5, memory_bytes=64 << 20))
-    print(result.status, result.stdout, result.stderr[-300:])
-    await isolation.close()
-asyncio.run(main())
-"""
-    process = await asyncio.create_subprocess_exec(
-        os.sys.executable, "-c", script, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
-    )
-    out, err = await asyncio.wait_for(process.communicate(), 60)
-    text = (out + err).decode()
-    if "UNAVAILABLE" in text or "Permission denied" in text:
-        pytest.skip(f"user nobody cannot run this interpreter here: {text.strip()[-200:]}")
-    assert text.startswith("pids b\"65534 2 []"), text

@@ -9,12 +9,13 @@ import grpc
 import pytest
 import pytest_asyncio
 from prometheus_client import generate_latest
+from pydantic import ValidationError
 
 from reflux.sandbox.v1 import sandbox_service_pb2 as pb
 from reflux.sandbox.v1.sandbox_service_pb2_grpc import SandboxServiceStub
 from reflux.sandbox.v1.verification_pb2 import Grade, Verification
 from reflux_kit.channel import open_channel
-from reflux_kit.errors import reason_of
+from reflux_kit.errors import StartupError, reason_of
 from reflux_kit.server import running
 from reflux_sandbox.main import build
 from reflux_sandbox.settings import SandboxSettings
@@ -156,7 +157,7 @@ async def test_more_runs_than_may_wait_are_refused(stub):
     results = await asyncio.gather(*(stub.RunCode(request) for _ in range(24)), return_exceptions=True)
     refused = [result for result in results if isinstance(result, grpc.aio.AioRpcError)]
     assert {error.code() for error in refused} == {grpc.StatusCode.RESOURCE_EXHAUSTED}
-    assert len(results) - len(refused) == 18
+    assert 0 < len(refused) <= 6
 
 
 async def test_status_names_the_tier_and_the_verifiers(stub):
@@ -237,17 +238,24 @@ async def test_limits_of_code_are_refused_not_lowered(stub, changes):
 async def test_empty_and_random_requests_get_a_status(channel, caplog, method):
     path = f"/reflux.sandbox.v1.SandboxService/{method}"
     dice = random.Random(method)
+    allowed = (grpc.StatusCode.OK, grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND)
     for raw in [b"", *(dice.randbytes(dice.randrange(1, 200)) for _ in range(8))]:
-        try:
-            if method == "WatchVerifications":
-                call = channel.unary_stream(path)(raw)
-                await asyncio.wait_for(call.read(), 5)
-                call.cancel()
-            else:
-                await channel.unary_unary(path)(raw, timeout=5)
-        except grpc.aio.AioRpcError as error:
-            assert error.code() in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND), error
+        opened = channel.unary_stream if method == "WatchVerifications" else channel.unary_unary
+        assert await opened(path)(raw, timeout=20).code() in allowed
     assert "Traceback" not in caplog.text
+
+
+async def test_a_taken_port_cannot_be_served(address, valkey_url):
+    settings = SandboxSettings(listen=address, redis_url=valkey_url, graders="", idle_children=1, drain_seconds=0)
+    async with build(settings) as service:
+        with pytest.raises(StartupError, match=address):
+            async with running(service, settings):
+                pass
+
+
+async def test_a_bad_setting_names_its_key():
+    with pytest.raises(ValidationError, match="isolation"):
+        SandboxSettings(isolation="bubblewrap")
 
 
 async def test_a_full_queue_is_resource_exhausted(valkey_url, namespaces, here, run):

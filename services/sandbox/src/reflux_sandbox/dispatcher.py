@@ -79,9 +79,11 @@ class Dispatcher:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        for task in [*self._tasks, *self._finishing]:
-            task.cancel()
-        await asyncio.gather(*self._tasks, *self._finishing, return_exceptions=True)
+        pending = {*self._tasks, *self._finishing}
+        while pending:  # redis-py may swallow a cancellation that comes while it reads an answer: ask again
+            for task in pending:
+                task.cancel()
+            pending = (await asyncio.wait(pending, timeout=_RETRY_SECONDS))[1]
         for job_id in list(self._leased):
             with contextlib.suppress(redis.RedisError):
                 await self._store.release(job_id, "the sandbox service stopped", counted=False)

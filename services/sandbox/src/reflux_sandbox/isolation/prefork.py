@@ -69,7 +69,9 @@ class PreforkIsolation(Isolation):
         cache_folder: str,
         import_folders: tuple[str, ...] = (),
         warm_modules: tuple[str, ...] = ("numpy", "numpy.random"),
+        in_user_namespace: bool | None = None,
     ) -> None:
+        """`in_user_namespace` None: only without root, who gives each child a user id of its own instead."""
         self._limits = limits
         self._most = most_children
         self._output_bytes = output_bytes
@@ -77,6 +79,7 @@ class PreforkIsolation(Isolation):
         self._cache_folder = cache_folder
         self._import_folders = import_folders
         self._warm_modules = warm_modules
+        self._in_user_namespace = os.geteuid() != 0 if in_user_namespace is None else in_user_namespace
         self._pool = ChildPool(self._spawn, idle_target, most_children)
         self._pending: deque[asyncio.Future[ChildHandle]] = deque()
         self._groups = CellGroups()
@@ -116,10 +119,6 @@ class PreforkIsolation(Isolation):
         """Process id of the warm parent's launcher."""
         assert self._process is not None, "start comes first"
         return self._process.pid
-
-    @property
-    def _in_user_namespace(self) -> bool:
-        return os.geteuid() != 0
 
     def cgroup_procs(self, number: int) -> tuple[str, ...]:
         """`cgroup.procs` files of cell `number`; empty without cgroups."""

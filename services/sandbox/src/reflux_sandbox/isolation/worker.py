@@ -87,19 +87,16 @@ def run_code(text: str) -> int:
         return -MEMORY_SIGNAL
     except BaseException as error:  # process boundary
         _print_traceback(error)
-        refused = isinstance(error, BlockingIOError) or "can't start new thread" in str(error)
-        return -PIDS_SIGNAL if refused and _at_process_limit() else 1
+        return -PIDS_SIGNAL if _hit_process_limit(error) else 1
     return 0
 
 
-def _at_process_limit() -> bool:
-    """Whether a fork fails now; EAGAIN alone may come from a file that does not block."""
-    try:
-        if os.fork() == 0:
-            os._exit(0)
-    except OSError:
-        return True
-    return False
+def _hit_process_limit(error: BaseException) -> bool:
+    """EAGAIN of a fork or a thread; of a file that does not block it means something else, so the failing line decides."""
+    if isinstance(error, BlockingIOError):
+        frames_of_error = traceback.extract_tb(error.__traceback__)
+        return bool(frames_of_error) and "fork" in (frames_of_error[-1].line or "")
+    return isinstance(error, RuntimeError) and "can't start new thread" in str(error)
 
 
 def _print_traceback(error: BaseException) -> None:
