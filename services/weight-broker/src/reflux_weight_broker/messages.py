@@ -7,6 +7,7 @@ from reflux.common.v1 import common_pb2
 from reflux.weight_broker.v1 import weight_broker_service_pb2 as pb
 from reflux.weight_broker.v1 import weight_version_pb2 as version_pb
 from reflux_kit.errors import InvalidRequest
+from reflux_transfer.client.wire import to_slots
 from reflux_transfer.errors import LayoutError, WrongHandle
 from reflux_transfer.handles import backend_of
 from reflux_transfer.layout import Layout, TensorSlot
@@ -132,21 +133,13 @@ def parse_timeout(request: pb.BeginVersionRequest) -> float:
     return seconds
 
 
-def to_layout(layout: Layout) -> list[common_pb2.TensorSlot]:
-    """The wire form of a layout."""
-    return [
-        common_pb2.TensorSlot(name=s.name, shape=s.shape, dtype=s.dtype, offset_bytes=s.offset, length_bytes=s.nbytes)
-        for s in layout.slots
-    ]
-
-
 def to_stored(manifest: Manifest) -> pb.BeginVersionRequest:
     """The publisher's offer as it is stored: `parse_manifest` is its inverse."""
     return pb.BeginVersionRequest(
         request_id=manifest.request_id,
         model_id=manifest.model_id,
         version=manifest.version,
-        layout=to_layout(manifest.layout),
+        layout=to_slots(manifest.layout),
         checksums=manifest.checksums,
         slice_bytes=manifest.slice_bytes,
         region_handle=manifest.region_handle,

@@ -139,10 +139,11 @@ class Library:
     """libucp, loaded once per path."""
 
     def __init__(self, configured: str = "") -> None:
-        # Read by UCX's constructors. Its crash handlers would replace Python's, its report of unused names is noise
-        # here.
-        for name, value in (("UCX_ERROR_SIGNALS", ""), ("UCX_WARN_UNUSED_ENV_VARS", "n"), ("UCX_LOG_LEVEL", "fatal")):
-            os.environ.setdefault(name, value)
+        # Read by UCX's constructors. Its crash handlers would replace Python's, its introspection thread serves nobody,
+        # and its report of unused names is noise here.
+        defaults = {"ERROR_SIGNALS": "", "VFS_ENABLE": "n", "WARN_UNUSED_ENV_VARS": "n", "LOG_LEVEL": "fatal"}
+        for name, value in defaults.items():
+            os.environ.setdefault(f"UCX_{name}", value)
         path = library_path(configured)
         try:
             self.calls = C.CDLL(path)
