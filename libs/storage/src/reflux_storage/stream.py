@@ -94,7 +94,8 @@ def write_tensors(
         if on_part:
             on_part(PartDone(key, 1, total, time.monotonic() - started))
     else:
-        _upload(store, store.begin(key, part_bytes), parts, options, on_part)
+        upload = store.begin(key, part_bytes)
+        _upload(store, upload, parts, _PartPool(store, upload, options, on_part))
     return ObjectReceipt(key, total, whole.hexdigest())
 
 
@@ -142,48 +143,67 @@ def _cut(chunks: Iterator[memoryview], part_bytes: int) -> Iterator[memoryview]:
         yield memoryview(pending)
 
 
-def _upload(
-    store: ObjectStore,
-    upload: MultipartUpload,
-    parts: Iterator[memoryview],
-    options: StreamOptions,
-    on_part: Callable[[PartDone], None] | None,
-) -> None:
-    pool = ThreadPoolExecutor(options.connections, thread_name_prefix="reflux-part")
-    running: dict[Future[tuple[PartReceipt, float]], int] = {}
-    receipts: list[PartReceipt] = []
+class _PartPool:
+    """Parts of one upload in flight, at most `connections`; threads do the sending."""
 
-    def send(number: int, part: memoryview) -> tuple[PartReceipt, float]:
+    def __init__(
+        self,
+        store: ObjectStore,
+        upload: MultipartUpload,
+        options: StreamOptions,
+        on_part: Callable[[PartDone], None] | None,
+    ) -> None:
+        self._store = store
+        self._upload = upload
+        self._options = options
+        self._on_part = on_part
+        self._threads = ThreadPoolExecutor(options.connections, thread_name_prefix="reflux-part")
+        self._running: dict[Future[tuple[PartReceipt, float]], int] = {}
+        self._receipts: list[PartReceipt] = []
+
+    def send(self, number: int, part: memoryview) -> None:
+        """Sends a part; waits for a place first."""
+        if len(self._running) >= self._options.connections:
+            self._collect()
+        self._running[self._threads.submit(self._put, number, part)] = number
+
+    def receipts(self) -> list[PartReceipt]:
+        """Waits for all parts; their receipts in order."""
+        while self._running:
+            self._collect()
+        return sorted(self._receipts, key=lambda receipt: receipt.number)
+
+    def close(self) -> None:
+        """A stalled thread ends by the store's own bounds; the caller does not wait for it."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _put(self, number: int, part: memoryview) -> tuple[PartReceipt, float]:
         started = time.monotonic()
-        return store.put_part(upload, number, part), time.monotonic() - started
+        return self._store.put_part(self._upload, number, part), time.monotonic() - started
 
-    def collect() -> None:
-        done, _ = wait(running, options.part_deadline_seconds, FIRST_COMPLETED)
+    def _collect(self) -> None:
+        limit = self._options.part_deadline_seconds
+        done, _ = wait(self._running, limit, FIRST_COMPLETED)
         if not done:
-            raise StoreUnavailable(
-                f"{upload.key}: parts {sorted(running.values())} of upload {upload.upload_id} did not finish within "
-                f"{options.part_deadline_seconds:g} s"
-            )
+            late = f"parts {sorted(self._running.values())} of upload {self._upload.upload_id}"
+            raise StoreUnavailable(f"{self._upload.key}: {late} did not finish within {limit:g} s")
         for future in done:
-            del running[future]
+            del self._running[future]
             receipt, seconds = future.result()
-            receipts.append(receipt)
-            if on_part:
-                on_part(PartDone(upload.key, receipt.number, receipt.size_bytes, seconds))
+            self._receipts.append(receipt)
+            if self._on_part:
+                self._on_part(PartDone(self._upload.key, receipt.number, receipt.size_bytes, seconds))
 
+
+def _upload(store: ObjectStore, upload: MultipartUpload, parts: Iterator[memoryview], pool: _PartPool) -> None:
     finished = False
     try:
         for number, part in enumerate(parts, 1):
-            if len(running) >= options.connections:
-                collect()
-            running[pool.submit(send, number, part)] = number
-        while running:
-            collect()
-        store.complete_create_only(upload, sorted(receipts, key=lambda receipt: receipt.number))
+            pool.send(number, part)
+        store.complete_create_only(upload, pool.receipts())
         finished = True
     finally:
-        # A stalled thread ends by the store's own bounds; the caller does not wait for it.
-        pool.shutdown(wait=finished, cancel_futures=True)
+        pool.close()
         if not finished:
             _drop(store, upload)
 
