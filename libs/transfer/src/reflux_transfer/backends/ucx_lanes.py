@@ -127,9 +127,6 @@ class Connection:
     def close(self) -> None:
         """Frees keys, endpoint and worker. Nothing writes to local memory any more when it returns."""
         calls = self._library.calls
-        for key in self._keys.values():
-            calls.ucp_rkey_destroy(key)
-        self._keys.clear()
         if self._forced:
             # Error mode NONE knows no forced close, and a flushing one would wait for a dead peer: the worker's end
             # does it.
@@ -139,4 +136,8 @@ class Connection:
                 while calls.ucp_request_check_status(request) == ucp.IN_PROGRESS and time.monotonic() < end:
                     calls.ucp_worker_progress(self._worker)
                 calls.ucp_request_free(request)
+        # After the endpoint, whose outstanding requests may still use them; before the worker, whose pool holds them.
+        for key in self._keys.values():
+            calls.ucp_rkey_destroy(key)
+        self._keys.clear()
         calls.ucp_worker_destroy(self._worker)
