@@ -28,9 +28,9 @@ def small_run(name: str, **sections: dict[str, Any]) -> dict[str, Any]:
     """A run that goes through every part in seconds; `sections` override single keys."""
     document: dict[str, Any] = {
         "name": name,
-        "task": {"mixture_fraction": 0.3},
-        "model": {"hidden_size": 32, "num_layers": 2, "num_heads": 2, "intermediate_size": 64},
-        "warmup": {"steps": 8, "batch_size": 16, "learning_rate": 5e-3},
+        "task": {"mixture_fraction": 0.0, "num_phases": 8},
+        "model": {"hidden_size": 64, "num_layers": 2, "num_heads": 2, "intermediate_size": 128},
+        "warmup": {"steps": 60, "batch_size": 32, "learning_rate": 8e-3, "mixture_fraction": 0.0},
         "rl": {"steps": 6, "groups_per_step": 4, "samples_per_group": 4, "ramp_steps": 2, "no_progress_seconds": 60.0},
         "evaluation": {
             "prompts": 12, "every_steps": 0, "intermediate_prompts": 4, "surrogate_prompts": 4, "full_prompts": 0,

@@ -65,7 +65,8 @@ async def test_a_run_survives_kill_9_of_any_process_at_any_time(harness, seed):
 async def test_ctrl_c_of_the_demo_leaves_no_process_behind(tmp_path):
     path = tmp_path / "run.toml"
     path.write_text(
-        'name = "interrupted"\n[model]\nhidden_size = 32\nnum_layers = 2\nnum_heads = 2\n[warmup]\nsteps = 500\n[rl]\nsteps = 15\n'
+        'name = "interrupted"\n[model]\nhidden_size = 32\nnum_layers = 2\nnum_heads = 2\n'
+        "[warmup]\nsteps = 500\n[rl]\nsteps = 15\n"
     )
     environment = {key: value for key, value in os.environ.items() if not key.startswith("REFLUX_")}
     environment["REFLUX_TRAINER_RUNS_DIR"] = str(tmp_path / "runs")

@@ -43,8 +43,9 @@ async def test_a_sample_can_be_traced_from_prompt_to_optimizer_step(harness):
     ended = await harness.wait_end(created.name)
     assert ended.state == Run.STATE_SUCCEEDED, ended.message
     run_id = ended.name.removeprefix("runs/")
-    trained = json.loads((Path(ended.folder) / "samples.jsonl").read_text().splitlines()[-1])["sample"]
-    prompt = int(trained.split("/")[1])
+    samples = [json.loads(line) for line in (Path(ended.folder) / "samples.jsonl").read_text().splitlines()]
+    trained = next(sample["sample"] for sample in samples if sample["stage"] == "rl")
+    prompt = tracing.parse_sample_id(trained)[1]
     names: list[str] = []
     for _ in range(50):  # exporters write every half second
         roots = tracing.find_tree(harness.folder / "traces", run_id, prompt)

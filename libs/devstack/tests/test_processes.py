@@ -57,7 +57,8 @@ async def test_a_process_that_ends_at_start_is_an_error_with_its_last_words(tmp_
 async def test_stop_kills_the_whole_group_of_a_process_that_ignores_sigterm(tmp_path):
     code = (
         "import signal, subprocess, sys, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
-        "print(subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']).pid, flush=True)\ntime.sleep(600)"
+        "print(subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']).pid, flush=True)\n"
+        "time.sleep(600)"
     )
     child, _ = supervised(tmp_path, code)
     await child.start()

@@ -71,8 +71,8 @@ def settings() -> ServiceSettings:
         raise ClientError(
             f"no stack runs in {state_dir()}: start one with `reflux up`, or name one with REFLUX_TRAINER_ADDRESS"
         )
-    addresses = {field: record.grpc[name] for name, field in _ADDRESS_FIELDS.items()}
-    return ServiceSettings(redis_url=record.redis_url, state_dir=str(record.state_dir), **addresses)
+    found = {field: record.grpc[name] for name, field in _ADDRESS_FIELDS.items()}
+    return ServiceSettings.model_validate(found | {"redis_url": record.redis_url, "state_dir": str(record.state_dir)})
 
 
 def channel(service: str) -> grpc.aio.Channel:

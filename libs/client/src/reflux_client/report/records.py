@@ -1,7 +1,7 @@
 """What a run leaves in its folder, read for people: events, summary, sample transcripts (names: docs/metrics.md)."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ class Event:
     total_steps: int
     at: float
     metrics: dict[str, float]
+    detail: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -29,8 +30,13 @@ class RunRecord:
     samples: list[dict[str, Any]]
 
     def stage(self, name: str) -> list[Event]:
-        """Events of one stage, in order; a step that was replayed after a crash counts once, with its last figures."""
-        return [event for _, event in sorted({each.step: each for each in self.events if each.stage == name}.items())]
+        """Events of one stage by step. Several of one step are merged: parts of an evaluation, or a replay after a crash."""
+        merged: dict[int, Event] = {}
+        for event in self.events:
+            if event.stage == name:
+                earlier = merged.get(event.step)
+                merged[event.step] = replace(event, metrics={**earlier.metrics, **event.metrics}) if earlier else event
+        return [merged[step] for step in sorted(merged)]
 
     def series(self, stage: str, metric: str) -> tuple[list[int], list[float]]:
         """Steps and values of one figure, where it was reported."""
