@@ -52,6 +52,7 @@ def isolation_options():
             "graders": "sample_graders",
             "cache_folder": HERE,
             "import_folders": (HERE,),
+            "warm_modules": (),
         }
         return options | changes
 

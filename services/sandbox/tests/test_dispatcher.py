@@ -41,9 +41,9 @@ async def submit(store, dispatcher, verifier, *answers, seconds=20.0):
         run="run",
         traceparent="",
     )
-    _, job_id = await store.create(spec, uuid.uuid4().hex)
+    _, job = await store.create(spec, uuid.uuid4().hex)
     dispatcher.wake(info.fidelity, verifier)
-    return job_id
+    return job.job_id
 
 
 async def ended(store, job_id):

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def prefork(namespaces, isolation_options):
-    isolation = PreforkIsolation(**isolation_options())
+    isolation = PreforkIsolation(**isolation_options(warm_modules=("numpy", "numpy.random")))
     await isolation.start()
     yield isolation
     await isolation.close()

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -200,3 +201,25 @@ while True: os.fork()
         await isolation.close()
     assert result.stdout.decode().splitlines() == ["65534 2 []"] + ["Read-only file system"] * 2, result
     assert (result.status, after.status) == ("pids", "ok")
+
+
+async def test_the_warm_parent_has_one_thread_and_no_secret(prefork):
+    warm = descendants(prefork.warm_parent_pid)[0][1]
+    assert "Threads:\t1\n" in Path(f"/proc/{warm}/status").read_text()
+    assert not any("threads" in reason for reason in prefork.reasons)
+
+
+async def test_modules_that_nobody_imported_before_can_be_read(prefork):
+    result = await _run_one(prefork, "import sqlite3, xml.dom.minidom, wave, redis; print('read')")
+    assert result.stdout == b"read\n", result.stderr
+
+
+async def test_mount_points_of_killed_services_are_removed(namespaces, isolation_options, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    stale = tmp_path / "reflux-root-999999999-abc"
+    stale.mkdir()
+    isolation = PreforkIsolation(**isolation_options(graders="", idle_target=1, most_children=1))
+    await isolation.start()
+    assert not stale.exists()
+    await isolation.close()
+    assert list(tmp_path.iterdir()) == []

@@ -14,7 +14,7 @@ from reflux_sandbox.isolation.process import ProcessIsolation
 
 @pytest.fixture
 async def isolation(isolation_options):
-    weak = ProcessIsolation(**isolation_options(idle_target=1, warm_modules=()))
+    weak = ProcessIsolation(**isolation_options(idle_target=1))
     await weak.start()
     yield weak
     await weak.close()
@@ -67,7 +67,7 @@ class Impossible(ProcessIsolation):
 
 async def test_the_choice_falls_back_with_a_warning_and_the_reason(isolation_options, monkeypatch, caplog):
     monkeypatch.setitem(choose.TIERS, "prefork", Impossible)
-    options = isolation_options(idle_target=1, warm_modules=())
+    options = isolation_options(idle_target=1)
     async with choose.open_isolation("auto", **options) as (chosen, reasons):
         assert chosen.name == "process"
         assert reasons[0] == "tier prefork is not possible here: unshare is refused"

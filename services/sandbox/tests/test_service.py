@@ -253,6 +253,19 @@ async def test_a_taken_port_cannot_be_served(address, valkey_url):
                 pass
 
 
+async def test_calls_without_a_token_are_refused_when_there_is_a_secret(namespaces, valkey_url):
+    settings = SandboxSettings(
+        listen="127.0.0.1:0", redis_url=valkey_url, graders="", idle_children=1, drain_seconds=0, stack_secret="s" * 32
+    )
+    async with build(settings) as service, running(service, settings) as bound:
+        async with open_channel(bound.grpc) as channel:
+            error = await refusal(SandboxServiceStub(channel).RunCode(pb.RunCodeRequest(code="print(1)")))
+        assert error.code() is grpc.StatusCode.UNAUTHENTICATED
+        async with open_channel(bound.grpc, settings) as channel:
+            result = await SandboxServiceStub(channel).RunCode(pb.RunCodeRequest(code="print(1)"))
+        assert result.stdout == b"1\n"
+
+
 async def test_a_bad_setting_names_its_key():
     with pytest.raises(ValidationError, match="isolation"):
         SandboxSettings(isolation="bubblewrap")

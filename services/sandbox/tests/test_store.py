@@ -37,7 +37,8 @@ def spec(answer="a", **changes):
 
 
 async def create(store, job_spec, request_id=""):
-    return await store.create(job_spec, request_id or uuid.uuid4().hex)
+    how, job = await store.create(job_spec, request_id or uuid.uuid4().hex)
+    return how, job.job_id
 
 
 async def claim_one(store):

@@ -81,7 +81,7 @@ def canonical_json(text: str) -> str:
         raise ValueError("the document is nested too deeply") from None
     if not isinstance(document, dict):
         raise ValueError("the document must be a JSON object")
-    return json.dumps(document, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return json.dumps(document, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
 
 
 def _refuse_constant(name: str) -> float:

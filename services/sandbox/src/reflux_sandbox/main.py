@@ -32,7 +32,7 @@ async def build(settings: SandboxSettings) -> AsyncIterator[Service]:
     """Owns Redis, the isolation mechanism and the dispatcher."""
     async with AsyncExitStack() as stack:
         client = await stack.enter_async_context(open_redis(settings.redis_url))
-        folder = settings.state_dir or stack.enter_context(tempfile.TemporaryDirectory(prefix="reflux-sandbox-"))
+        folder = settings.state_dir or stack.enter_context(tempfile.TemporaryDirectory(prefix="reflux-cache-"))
         cache = Path(folder) / "cache"  # the trainer's too: what a task builds is built once
         cache.mkdir(parents=True, exist_ok=True)
         options = settings.isolation_options(str(cache.resolve()))

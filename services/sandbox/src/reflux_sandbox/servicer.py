@@ -53,11 +53,11 @@ class SandboxServicer(SandboxServiceServicer):
         if not request.traceparent:
             request.traceparent = telemetry.traceparent()
         command = parse_create(request, self._dispatcher.verifiers)
-        how, job_id = await self._store.create(command.spec, command.request_id)
+        how, job = await self._store.create(command.spec, command.request_id)
         metrics.JOBS.labels(how).inc()
         if how == "queued":
             self._dispatcher.wake(command.spec.fidelity, command.spec.verifier)
-        return pb.CreateVerificationResponse(verification=to_verification(await self._store.get(job_id)))
+        return pb.CreateVerificationResponse(verification=to_verification(job))
 
     async def GetVerification(self, request: pb.GetVerificationRequest, context: Any) -> pb.GetVerificationResponse:
         job = await self._store.get(parse_name(request.name))

@@ -74,13 +74,14 @@ class VerificationStore:
         texts = [argument if isinstance(argument, bytes) else str(argument) for argument in arguments]
         return await self._script(keys=[self._prefix], args=[operation, *texts])
 
-    async def create(self, spec: JobSpec, request_id: str) -> tuple[Created, str]:
+    async def create(self, spec: JobSpec, request_id: str) -> tuple[Created, Job]:
         """Stores a job; a known `request_id` gives the first one. Raises CapacityExhausted when the queue is full."""
+        key = content_hash(spec)
         how, job_id = await self._call(
             "create",
             request_id,
             uuid.uuid4().hex,
-            content_hash(spec),
+            key,
             spec.fidelity,
             spec.verifier,
             spec.payload,
@@ -97,7 +98,10 @@ class VerificationStore:
                 f"{job_id.decode()} jobs of fidelity {spec.fidelity} wait already; try again later",
                 fidelity=spec.fidelity,
             )
-        return how.decode(), job_id.decode()
+        created: Created = how.decode()
+        if created in ("known", "cached"):
+            return created, await self.get(job_id.decode())
+        return created, _waiting(job_id.decode(), spec, key)
 
     async def get(self, job_id: str) -> Job:
         """Reads a job. Raises NotFound when it never was, or ended longer ago than it is kept."""
@@ -207,6 +211,23 @@ class VerificationStore:
 
     def _key(self, kind: str, name: str) -> str:
         return f"{self._prefix}{kind}:{name}"
+
+
+def _waiting(job_id: str, spec: JobSpec, key: str) -> Job:
+    """A job that was just queued, without asking Redis again."""
+    return Job(
+        job_id=job_id,
+        run=spec.run,
+        verifier=spec.verifier,
+        state="queued",
+        grades=(),
+        attempts=0,
+        content_hash=key,
+        cached=False,
+        error="",
+        queue_seconds=0.0,
+        run_seconds=0.0,
+    )
 
 
 def _claimed(row: list[Any]) -> Claimed:

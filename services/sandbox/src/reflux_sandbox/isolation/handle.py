@@ -13,6 +13,7 @@ from reflux_sandbox.isolation import frames
 
 _READ_BYTES = 1 << 18
 _STREAM_LIMIT = 1 << 20
+_HELLO_SECONDS = 60.0
 _DRAIN_SECONDS = 5.0
 """How long output that is still in the pipe may take after the child's death."""
 
@@ -117,10 +118,18 @@ class ChildHandle:
 
     async def hello(self) -> None:
         """Waits until the child is confined and ready; raises ChildDied with its error text."""
-        self._pipes.channel.setblocking(False)
-        self._reader, self._writer = await asyncio.open_connection(sock=self._pipes.channel, limit=_STREAM_LIMIT)
-        if await self.receive() != {"hello": True}:
-            await self.end()
+        greeted = False
+        try:
+            self._pipes.channel.setblocking(False)
+            self._reader, self._writer = await asyncio.open_connection(sock=self._pipes.channel, limit=_STREAM_LIMIT)
+            async with asyncio.timeout(_HELLO_SECONDS):
+                greeted = await self.receive() == {"hello": True}
+        except TimeoutError:
+            pass
+        finally:
+            if not greeted:  # also when cancelled: nobody else knows this child
+                await self.end()
+        if not greeted:
             text = self.stderr.kept.decode(errors="replace").strip()
             raise ChildDied(f"a child did not come up: {text or 'no message'}")
 

@@ -1,6 +1,7 @@
 """The default tier: children forked from a warm parent into namespaces, a read-only tree, seccomp and own limits."""
 
 import asyncio
+import contextlib
 import json
 import logging
 import os
@@ -43,6 +44,7 @@ ENVIRONMENT = {
 }
 """All that a child inherits: no secret of the stack, no address, no thread of a linear algebra library."""
 _WARM_SECONDS = 120.0
+_MOUNT_POINT = "reflux-root"
 _RESTART_PAUSE_SECONDS = 0.2
 
 
@@ -127,7 +129,7 @@ class PreforkIsolation(Isolation):
     async def start(self) -> None:
         if not syscalls.supported():
             raise IsolationUnavailable(f"no system call table for {os.uname().machine}")
-        self._new_root = tempfile.mkdtemp(prefix="reflux-sandbox-")
+        self._new_root = _make_mount_point()
         self._groups = CellGroups.create(self._most, self._limits.memory_bytes, self._limits.processes)
         try:
             await self._start_warm_parent()
@@ -269,6 +271,16 @@ class PreforkIsolation(Isolation):
                 log.error("the warm parent did not come back: %s", error)
                 continue
             return
+
+
+def _make_mount_point() -> str:
+    """An empty folder named after this process; those of processes that were killed are removed on the way."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{_MOUNT_POINT}-*-*"):
+        owner = folder.name.split("-")[2]
+        if owner.isdigit() and not Path(f"/proc/{owner}").exists():
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+    return tempfile.mkdtemp(prefix=f"{_MOUNT_POINT}-{os.getpid()}-")
 
 
 def _wait_or_kill(process: "subprocess.Popen[bytes]") -> None:

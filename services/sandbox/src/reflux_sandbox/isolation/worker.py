@@ -92,7 +92,7 @@ def run_code(text: str) -> int:
 
 
 def _hit_process_limit(error: BaseException) -> bool:
-    """EAGAIN of a fork or a thread; of a file that does not block it means something else, so the failing line decides."""
+    """EAGAIN of a fork or thread; for a file that does not block it means something else: the failing line decides."""
     if isinstance(error, BlockingIOError):
         frames_of_error = traceback.extract_tb(error.__traceback__)
         return bool(frames_of_error) and "fork" in (frames_of_error[-1].line or "")
