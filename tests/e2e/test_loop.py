@@ -60,21 +60,23 @@ def _names(node: tracing.SpanNode) -> list[str]:
     return [node.record["name"], *(name for child in node.children for name in _names(child))]
 
 
-async def test_a_finished_run_left_a_committed_checkpoint_and_can_be_continued(harness):
-    first = await harness.wait_end((await harness.create(small_run("continued", rl={"steps": 4}))).name)
-    assert first.state == Run.STATE_SUCCEEDED, first.message
-    run_id = first.name.removeprefix("runs/")
+async def test_a_cancelled_run_continues_from_its_committed_checkpoint(harness):
+    name = (await harness.create(small_run("continued", rl={"steps": 400}))).name
+    await harness.wait_step(name, 4)
+    async with connection.channel("trainer") as channel:
+        await TrainerServiceStub(channel).CancelRun(trainer_pb.CancelRunRequest(name=name))
+    cancelled = await harness.wait_end(name)
     async with connection.channel("checkpoint") as channel:
-        latest = await CheckpointServiceStub(channel).GetLatestCheckpoint(
-            checkpoint_pb.GetLatestCheckpointRequest(run=run_id)
-        )
-    assert latest.checkpoint.state == Checkpoint.STATE_COMMITTED
-    assert latest.checkpoint.cursor.step >= 2
-    again = await harness.create(small_run("continued", rl={"steps": 6}), resume_run=run_id)
+        request = checkpoint_pb.GetLatestCheckpointRequest(run=name.removeprefix("runs/"))
+        latest = (await CheckpointServiceStub(channel).GetLatestCheckpoint(request)).checkpoint
+    assert latest.state == Checkpoint.STATE_COMMITTED
+    assert 2 <= latest.cursor.step <= cancelled.step
+    steps = cancelled.step + 4
+    again = await harness.create(small_run("continued", rl={"steps": steps}), resume_run=name.removeprefix("runs/"))
     ended = await harness.wait_end(again.name)
     assert ended.state == Run.STATE_SUCCEEDED, ended.message
     summary = harness.summary(ended)
-    assert summary["steps"] == 6
+    assert summary["steps"] == steps
     assert summary["ledger"]["violations"] == []
 
 
@@ -82,10 +84,10 @@ async def test_a_run_can_be_created_over_http_and_pauses_resumes_and_cancels(har
     base = f"http://{harness.record.http['trainer']}"
     headers = {"Authorization": f"Bearer {auth.mint(connection.settings().stack_secret, 'researcher')}"}
     async with aiohttp.ClientSession(headers=headers) as session:
-        async with session.post(f"{base}/v1/runs", json=small_run("http", rl={"steps": 400})) as response:
+        async with session.post(f"{base}/v1/runs", json={"config": small_run("http", rl={"steps": 400})}) as response:
             assert response.status in (200, 201), await response.text()
             created = await response.json()
-        name = created["name"] if "name" in created else created["run"]["name"]
+        name = created["name"]
         await harness.wait_step(name, 1)
         async with connection.channel("trainer") as channel:
             stub = TrainerServiceStub(channel)
@@ -107,7 +109,7 @@ async def test_the_trained_model_answers_over_the_openai_api(harness):
         async with session.get(f"{base}/models") as response:
             models = [model["id"] for model in (await response.json())["data"]]
         (model,) = [each for each in models if created.name.removeprefix("runs/") in each]
-        body = {"model": model, "prompt": "Ti O <ans>", "max_tokens": 4, "n": 2, "logprobs": 1, "seed": 3}
+        body = {"model": model, "prompt": [1, 2, 3], "max_tokens": 4, "n": 2, "logprobs": 1, "seed": 3}
         async with session.post(f"{base}/completions", json=body) as response:
             assert response.status == 200, await response.text()
             answer = await response.json()

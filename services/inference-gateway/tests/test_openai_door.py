@@ -7,6 +7,9 @@ import random
 import aiohttp
 import grpc
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
 
 from reflux.inference_gateway.v1 import engine_service_pb2 as pb
 from reflux.inference_gateway.v1.engine_service_pb2_grpc import EngineServiceStub
@@ -223,6 +226,19 @@ def test_chat_template_of_the_tokenizer_is_used_and_may_refuse(model_folder, tmp
     body["messages"][0]["role"] = "odd"
     with pytest.raises(ApiError, match="no odd role"):
         parse_call("chat", json.dumps(body).encode(), "tiny", tokenizer, LIMITS)
+
+
+def test_a_text_outside_a_closed_vocabulary_is_a_bad_request(tmp_path):
+    words = Tokenizer(WordLevel({"<pad>": 0, "<eos>": 1, "Ti": 2}, unk_token="<unk>"))
+    words.pre_tokenizer = WhitespaceSplit()
+    words.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = TextTokenizer(tmp_path)
+    assert tokenizer.encode("Ti Ti") == [2, 2]
+    for prompt in ("Ti Unobtainium", ["Ti", "Unobtainium"]):
+        body = json.dumps({"model": "tiny", "prompt": prompt, "max_tokens": 2}).encode()
+        with pytest.raises(ApiError) as caught:
+            parse_call("completion", body, "tiny", tokenizer, LIMITS)
+        assert (caught.value.status, caught.value.param) == (400, "prompt")
 
 
 def test_without_a_template_roles_are_prefixed_lines(model_folder):

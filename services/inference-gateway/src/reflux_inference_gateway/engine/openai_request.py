@@ -86,7 +86,13 @@ def _json_object(body: bytes) -> dict[str, Any]:
 
 
 def _prompts(fields: dict[str, Any], tokenizer: TextTokenizer) -> list[tuple[int, ...]]:
-    prompt = fields.get("prompt")
+    try:
+        return _encoded(fields.get("prompt"), tokenizer)
+    except ValueError as error:
+        raise ApiError(400, str(error), param="prompt") from error
+
+
+def _encoded(prompt: object, tokenizer: TextTokenizer) -> list[tuple[int, ...]]:
     if isinstance(prompt, str):
         return [tuple(tokenizer.encode(prompt))]
     if isinstance(prompt, list) and prompt:

@@ -26,8 +26,14 @@ class TextTokenizer:
         self._template = self._compile_template()
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text, with what the tokenizer adds by itself (for example a beginning-of-text token)."""
-        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        """Token ids of a text, with what the tokenizer adds by itself (for example a beginning-of-text token).
+
+        Raises ValueError for a text that the vocabulary cannot express (a word-level tokenizer without unknown word).
+        """
+        try:
+            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        except Exception as error:  # the Rust library raises bare Exception
+            raise ValueError(f"this model's tokenizer cannot encode the text: {error}") from error
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of token ids without special tokens."""
