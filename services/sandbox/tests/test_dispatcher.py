@@ -6,6 +6,7 @@ import uuid
 import pytest
 
 from reflux_sandbox.dispatcher import Dispatcher, DispatchLimits
+from reflux_sandbox.isolation.base import VerifierInfo
 from reflux_sandbox.isolation.prefork import PreforkIsolation
 from reflux_sandbox.jobs import JobSpec
 from reflux_sandbox.store import StoreLimits, VerificationStore
@@ -130,6 +131,23 @@ async def test_concurrency_is_bounded_per_fidelity(store, dispatcher):
     assert (await store.get(waiting)).state == "queued"
     await ended(store, slow)
     assert outcomes(await ended(store, waiting)) == ["scored"]
+
+
+class Stuck(PreforkIsolation):
+    async def acquire(self):
+        await asyncio.Event().wait()
+
+
+async def test_a_sandbox_without_children_ends_jobs_at_their_deadline(isolation_options, store):
+    isolation = Stuck(**isolation_options())
+    limits = DispatchLimits(
+        concurrency={"rule": 1, "surrogate": 1, "full": 1}, batch_jobs=1, batch_seconds=0.0, memory_bytes=1
+    )
+    async with Dispatcher(store, isolation, limits) as running:
+        running.verifiers["test/length"] = VerifierInfo("test/length", "1", "rule", True, 0.1)
+        job = await ended(store, await submit(store, running, "test/length", "x", seconds=0.2))
+    assert outcomes(job) == ["timeout"]
+    assert "no child was ready" in job.error
 
 
 async def test_two_verifiers_in_turn_both_progress(store, dispatcher):

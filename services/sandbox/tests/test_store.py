@@ -66,6 +66,15 @@ async def test_a_repeated_request_id_gets_the_first_job(store):
     assert (await store.depths())["rule"] == 1
 
 
+async def test_a_request_id_whose_job_is_kept_no_longer_makes_a_new_one(store, redis_client, prefix):
+    _, first = await create(store, spec(), "old")
+    await store.cancel(first)
+    await redis_client.delete(f"{prefix}job:{first}")
+    how, second = await create(store, spec(), "old")
+    assert how == "queued"
+    assert second != first
+
+
 async def test_equal_work_is_done_once_and_then_comes_from_the_cache(store):
     _, leader = await create(store, spec())
     how, follower = await create(store, spec(run="other"))

@@ -117,10 +117,13 @@ class Dispatcher:
                 return
             metrics.SESSIONS.labels(fidelity).inc()
             self.sessions += 1
-            async with GradeSession(
-                self._isolation, info.profile, self._limits.memory_bytes, _MOST_CPU_SECONDS
-            ) as session:
+            session = GradeSession(self._isolation, info.profile, self._limits.memory_bytes, _MOST_CPU_SECONDS)
+            async with contextlib.AsyncExitStack() as stack:
+                async with asyncio.timeout_at(batch[0].deadline):
+                    await stack.enter_async_context(session)
                 await self._grade_all(session, fidelity, info, batch)
+        except TimeoutError:
+            self._end_unknown(batch[0], "timeout", "no child was ready by the deadline")
         except _BatchOver as over:
             await self._give_back(batch, str(over))
         except Exception as error:  # task boundary: a runner must survive any job

@@ -99,7 +99,7 @@ local operations = {}
 -- keep seconds -> {known | full | cached | joined | queued, job id or depth}
 function operations.create(a)
   local known = redis.call('GET', p .. 'request:' .. a[1])
-  if known then return { 'known', known } end
+  if known and redis.call('EXISTS', job(known)) == 1 then return { 'known', known } end
   local id, hash, queue = a[2], a[3], p .. 'queue:' .. a[4]
   local cached = redis.call('GET', p .. 'cache:' .. hash)
   local leader = redis.call('GET', p .. 'flight:' .. hash)
