@@ -154,7 +154,8 @@ class PreforkIsolation(Isolation):
         await self._stop_warm_parent()
         self._groups.close()
         if self._new_root:
-            Path(self._new_root).rmdir()
+            with contextlib.suppress(OSError):
+                Path(self._new_root).rmdir()
             self._new_root = ""
 
     def _config(self) -> str:
