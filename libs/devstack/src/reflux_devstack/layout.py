@@ -142,7 +142,7 @@ async def _redis_ready(url: str) -> None:
 async def _serving(address: str) -> None:
     options = [("grpc.max_reconnect_backoff_ms", 200), ("grpc.initial_reconnect_backoff_ms", 50)]
     async with grpc.aio.insecure_channel(address, options) as channel:
-        check = health_pb2_grpc.HealthStub(channel).Check
+        check = health_pb2_grpc.HealthStub(channel).Check  # pyright: ignore[reportAttributeAccessIssue]
         try:
             await check(health_pb2.HealthCheckRequest(), timeout=READY_SECONDS, wait_for_ready=True)
         except grpc.aio.AioRpcError as error:

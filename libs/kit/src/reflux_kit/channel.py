@@ -22,7 +22,7 @@ def open_channel(
 ) -> grpc.aio.Channel:
     """Opens a channel to `target`; share one per peer, never one per call.
 
-    `retry` names the idempotent methods ("package.Service/Method") that are repeated on UNAVAILABLE, at most 4 attempts.
+    `retry` names the idempotent methods ("package.Service/Method") to repeat on UNAVAILABLE, at most 4 attempts.
     Streams get a deadline only when the caller names one.
     """
     token = ""
@@ -69,7 +69,7 @@ def _with_metadata(
 
 
 class _Unary(grpc.aio.UnaryUnaryClientInterceptor):
-    """Gives every call a deadline (its own, the caller's remainder, or the default), the token and the trace context."""
+    """Gives every call a deadline (its own, the caller's remainder, or the default), the token and the trace."""
 
     def __init__(self, default_seconds: float, token: str) -> None:
         self._default = default_seconds

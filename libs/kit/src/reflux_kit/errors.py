@@ -99,7 +99,7 @@ class Unauthenticated(ServiceError):
 def reason_of(error: grpc.aio.AioRpcError) -> str:
     """The ErrorInfo reason of a failed call, or "" when the peer sent none."""
     for key, value in error.trailing_metadata() or ():
-        if key == "grpc-status-details-bin":
+        if key == "grpc-status-details-bin" and isinstance(value, bytes):
             info = error_details_pb2.ErrorInfo()
             details = status_pb2.Status.FromString(value).details
             if details and details[0].Unpack(info):

@@ -8,9 +8,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 def main() -> int:
     """Asks the server's overall health once, within 3 seconds."""
+    request = health_pb2.HealthCheckRequest()
     with grpc.insecure_channel(sys.argv[1]) as channel:
         try:
-            answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=3)
+            answer = health_pb2_grpc.HealthStub(channel).Check(request, timeout=3)  # pyright: ignore[reportAttributeAccessIssue]
         except grpc.RpcError as error:
             print(f"{sys.argv[1]}: {error.code().name}", file=sys.stderr)
             return 1

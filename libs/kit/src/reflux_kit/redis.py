@@ -1,4 +1,4 @@
-"""Redis client with bounded waits: a restart of the server is ridden out, an absent one is an error with its address."""
+"""Redis client with bounded waits: a restart of the server is ridden out, an absent one is an error with its name."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager

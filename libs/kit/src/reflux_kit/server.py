@@ -86,7 +86,7 @@ async def _grpc(service: Service, settings: ServiceSettings) -> AsyncIterator[st
         ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
     ]
     server = grpc.aio.server(interceptors=[CallInterceptor(settings.stack_secret)], options=options)
-    status = health.aio.HealthServicer()
+    status = health.aio.HealthServicer()  # pyright: ignore[reportAttributeAccessIssue]
     health_pb2_grpc.add_HealthServicer_to_server(status, server)
     for mount in service.mounts:
         mount.register(mount.servicer, server)

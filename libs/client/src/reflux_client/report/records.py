@@ -30,7 +30,7 @@ class RunRecord:
     samples: list[dict[str, Any]]
 
     def stage(self, name: str) -> list[Event]:
-        """Events of one stage by step. Several of one step are merged: parts of an evaluation, or a replay after a crash."""
+        """Events of one stage by step. Several of one step are merged: parts of an evaluation, or a replay."""
         merged: dict[int, Event] = {}
         for event in self.events:
             if event.stage == name:
