@@ -18,9 +18,8 @@ drift=$(mktemp -d)
 trap 'rm -rf "$log" "$drift"' EXIT
 
 same_stubs() { bash deploy/protos.sh "$drift" && diff -r --exclude=__pycache__ "$drift/reflux" libs/protos/src/reflux; }
-constraints_fresh() { diff <(python -m pip freeze --exclude-editable 2>/dev/null | grep -v '^reflux' | sort -f) <(sed 's/ *#.*//;/^$/d' constraints.txt | sort -f); }
 
-step "constraints fresh" constraints_fresh
+step "constraints fresh" python deploy/check_constraints.py
 step "format (ruff)" ruff format --check .
 step "lint (ruff)" ruff check .
 step "types (basedpyright)" basedpyright --level error
