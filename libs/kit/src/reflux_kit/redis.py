@@ -1,7 +1,9 @@
 """Redis client with bounded waits: a restart of the server is ridden out, an absent one is an error with its name."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 from urllib.parse import urlsplit
 
 import redis.asyncio
@@ -21,14 +23,16 @@ async def open_redis(url: str, *, retries: int = _RETRIES) -> AsyncIterator[redi
 
     A command may run twice when the connection breaks after the server has done it: writes must be idempotent.
     """
-    client = redis.asyncio.from_url(
-        url,
-        decode_responses=False,
-        socket_timeout=15,
-        socket_connect_timeout=2,
-        retry=Retry(ExponentialBackoff(cap=1.0, base=0.05), retries),
-        retry_on_error=_ERRORS,
-        max_connections=64,
+    client = _cancellable(
+        redis.asyncio.from_url(
+            url,
+            decode_responses=False,
+            socket_timeout=15,
+            socket_connect_timeout=2,
+            retry=Retry(ExponentialBackoff(cap=1.0, base=0.05), retries),
+            retry_on_error=_ERRORS,
+            max_connections=64,
+        )
     )
     probe = redis.asyncio.from_url(
         url, socket_connect_timeout=2, socket_timeout=5, retry=Retry(ExponentialBackoff(0.5, 0.05), 3)
@@ -47,6 +51,27 @@ async def open_redis(url: str, *, retries: int = _RETRIES) -> AsyncIterator[redi
         yield client
     finally:
         await client.aclose()
+
+
+class _Cancellable:
+    """Before Python 3.12 `asyncio.wait_for`, in which redis-py writes, loses a cancellation that arrives as the write
+    ends (cpython issue 86296); a task that only talks to Redis could then never be stopped. Remove with Python 3.11.
+    """
+
+    async def send_packed_command(self, command: Any, check_health: bool = True) -> None:
+        task = asyncio.current_task()
+        asked = task.cancelling() if task else 0
+        await super().send_packed_command(command, check_health)  # type: ignore[misc]
+        if task and task.cancelling() > asked:
+            await self.disconnect(nowait=True)  # type: ignore[attr-defined]
+            raise asyncio.CancelledError
+
+
+def _cancellable(client: redis.asyncio.Redis) -> redis.asyncio.Redis:
+    pool = client.connection_pool
+    kind = pool.connection_class
+    pool.connection_class = type(f"Cancellable{kind.__name__}", (_Cancellable, kind), {})
+    return client
 
 
 def _without_password(url: str) -> str:
