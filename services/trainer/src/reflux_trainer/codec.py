@@ -11,6 +11,10 @@ class Codec:
     """The tokenizer of one model folder."""
 
     def __init__(self, folder: Path) -> None:
+        """Raises FileNotFoundError naming the file."""
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            if not (folder / name).is_file():
+                raise FileNotFoundError(f"model folder {folder} has no {name}")
         self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         config = json.loads((folder / "tokenizer_config.json").read_text())
         end = config.get("eos_token")

@@ -129,8 +129,8 @@ class Attempt:
         for helper in helpers:
             helper.cancel()
 
-    def write_summary(self, record: RunRecord) -> None:
-        """summary.json of what is known; `record` is the run in its last state."""
+    def write_summary(self, record: RunRecord, steps: int) -> None:
+        """summary.json of what is known; `record` is the run in its last state, `steps` what it has done."""
         folder = Path(record.folder)
         if not folder.is_dir():
             return
@@ -139,6 +139,7 @@ class Attempt:
             record,
             self._assembly.events(),
             self.audit,
+            steps=steps,
             wall_seconds=(record.ended_at or time.time()) - record.created_at,
             phase_seconds=dict(self._phases),
             peak_rss_bytes=self._memory.peak_bytes,

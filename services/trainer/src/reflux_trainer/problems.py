@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -82,10 +82,14 @@ def sampling_seed(run_seed: int, index: int) -> int:
 
 
 def catalog(config: RunConfig, cache_dir: Path) -> Catalog:
-    """What is installed here, with the verifiers and prompt length of the run's task when it is known."""
+    """What is installed here, with the verifiers of the run's task. Quick: no problem is made, nothing is built."""
     names = task_names()
     if config.task.name not in names:
         return Catalog(tasks=names)
-    task = open_task(config, cache_dir)
+    return Catalog(tasks=names, verifiers={config.task.name: sorted(open_task(config, cache_dir).verifiers)})
+
+
+def with_prompt(known: Catalog, task: Task[Any]) -> Catalog:
+    """The catalog with the length of a prompt, which may cost seconds the first time a task is used on a machine."""
     prompt = task.prompt_words(task.problem("train", 0))
-    return Catalog(tasks=names, verifiers={task.name: sorted(task.verifiers)}, prompt_tokens={task.name: len(prompt)})
+    return replace(known, prompt_tokens={task.name: len(prompt)})

@@ -77,14 +77,17 @@ class RunStore:
     async def page(self, size: int, before: int) -> tuple[list[RunRecord], int]:
         """Runs from offset `before`, newest first, and the offset of the next page (0 at the end)."""
         names = await self._redis.zrevrange(_INDEX, before, before + size)
-        records = [await self.get(name.decode()) for name in names[:size]]
-        return records, before + size if len(names) > size else 0
+        return await self._records(names[:size]), before + size if len(names) > size else 0
 
     async def unfinished(self) -> list[RunRecord]:
         """Runs that have not ended, oldest first."""
-        names = await self._redis.zrange(_INDEX, 0, -1)
-        records = [await self.get(name.decode()) for name in names]
+        records = await self._records(await self._redis.zrange(_INDEX, 0, -1))
         return [record for record in records if not record.ended]
+
+    async def _records(self, names: list[bytes]) -> list[RunRecord]:
+        # A crash between the two writes of `create` leaves a name without a record.
+        raw = [await self._redis.get(RunKeys(name.decode()).record) for name in names]
+        return [RunRecord.from_bytes(one) for one in raw if one is not None]
 
     async def watch(self, run: str, token: str) -> AsyncIterator[Watched]:
         """Events behind `token` ("" is the beginning) until the run has ended and all were seen. Raises NotFound."""

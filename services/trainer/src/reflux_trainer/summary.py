@@ -18,6 +18,7 @@ def summarize(
     events: Events,
     audit: Audit | None,
     *,
+    steps: int,
     wall_seconds: float,
     phase_seconds: dict[str, float],
     peak_rss_bytes: int,
@@ -25,7 +26,6 @@ def summarize(
     """The document; figures that the run did not reach are null."""
     rl = [event for event in events if event["stage"] == "rl"]
     first, last = _ends(events, record.config.rl.steps)
-    steps = max((event["step"] for event in rl), default=0)
     return {
         "run": record.run,
         "state": record.shown_state,

@@ -189,7 +189,7 @@ class Supervisor:
             await attempt.processes.cancel()
         self._peers.learners.forget(run)
         ended = await self._preview(run, state, message)
-        attempt.write_summary(ended)
+        attempt.write_summary(ended, await self._store.step(run))
         await self._end(run, state, message)
         self._cancelled.discard(run)
         self._attempts.pop(run, None)

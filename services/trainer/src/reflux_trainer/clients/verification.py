@@ -1,6 +1,7 @@
 """Durable verification jobs as awaitable results: one watch stream for all, polls where it cannot be trusted."""
 
 import asyncio
+import hashlib
 import json
 import logging
 from collections import OrderedDict
@@ -42,10 +43,12 @@ class Verifications:
     ) -> list[Grade]:
         """Grades of `answers` to one problem, as one job. Raises PeerAway or Refused.
 
-        `key` names the job inside the run: asking again, from any process, finds the same job.
+        `key` and the answers name the job inside the run: asking again, from any process, finds the same job, and
+        answers that were drawn anew never get the grades of the old ones.
         """
+        drawn = hashlib.blake2b("\0".join(answers).encode(), digest_size=16).hexdigest()
         request = pb.CreateVerificationRequest(
-            request_id=str(uuid5(NAMESPACE_OID, f"{self._run}/{key}")),
+            request_id=str(uuid5(NAMESPACE_OID, f"{self._run}/{key}/{drawn}")),
             verifier=verifier,
             payload=json.dumps(truth, sort_keys=True, separators=(",", ":")).encode(),
             answers=answers,

@@ -35,11 +35,11 @@ async def build(settings: RolloutSettings) -> AsyncIterator[Service]:
         redis = await stack.enter_async_context(open_redis(settings.redis_url))
         try:
             record = await RunStore(redis).get(settings.run)
-        except NotFound as error:
+            codec = Codec(model_folder(record.config, Path(record.folder)))
+        except (NotFound, FileNotFoundError) as error:
             raise StartupError(str(error)) from None
         gateway = await stack.enter_async_context(open_channel(settings.gateway_address, settings, subject="rollout"))
         sandbox = await stack.enter_async_context(open_channel(settings.sandbox_address, settings, subject="rollout"))
-        codec = Codec(model_folder(record.config, Path(record.folder)))
         stops = [] if codec.end_id is None else [codec.end_id]
         stub = InferenceGatewayServiceStub(gateway)
         worker = Worker(

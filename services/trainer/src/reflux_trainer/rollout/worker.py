@@ -22,6 +22,10 @@ log = logging.getLogger(__name__)
 _BLOCK_MS = 1000
 
 
+class ClaimLost(Exception):
+    """Another worker has taken the prompt over; whatever this one has is thrown away."""
+
+
 @dataclass(frozen=True)
 class _Active:
     claim: Claim
@@ -107,6 +111,8 @@ class Worker:
             generation = await self._generate(claim)
             grades, verify_seconds = await self._verify(claim, generation)
             await self._emit(claim, generation, grades, verify_seconds)
+        except ClaimLost as error:
+            log.info("%s", error)
         except Refused as error:
             outcome = await self._queue.fail(claim, str(error), counted=True)
             log.warning("prompt %d failed (%s): %s", prompt.index, outcome, error)
@@ -133,7 +139,8 @@ class Worker:
             current.set_attribute("reflux.versions", [sample.oldest_version for sample in samples])
             current.set_attribute("reflux.takes", claim.takes)
         generation = Generation(samples, started, time.time())
-        await self._queue.store(claim, generation)
+        if not await self._queue.store(claim, generation):
+            raise ClaimLost(f"another worker owns prompt {prompt.index}")
         return generation
 
     async def _verify(self, claim: Claim, generation: Generation) -> tuple[list[Grade], float]:

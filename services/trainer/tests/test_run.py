@@ -1,0 +1,372 @@
+"""Whole runs in one process: real trainer, real queue, real rollout worker; peers that speak the real protocols."""
+
+import asyncio
+import json
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from uuid import uuid4
+
+import aiohttp
+import counting_task
+import grpc
+import pytest
+from redis.asyncio import from_url
+from trainer_peers import Broker, Checkpoints, Gateway, Learner, Sandbox, Scheduler, serving
+
+from reflux.trainer.v1 import run_pb2
+from reflux.trainer.v1 import trainer_service_pb2 as pb
+from reflux.trainer.v1.trainer_service_pb2_grpc import TrainerServiceStub
+from reflux_kit.channel import open_channel
+from reflux_kit.errors import reason_of
+from reflux_kit.server import running
+from reflux_runs.load import load_document
+from reflux_runs.translate import to_message
+from reflux_trainer.main import build
+from reflux_trainer.rollout.main import build as build_rollout
+from reflux_trainer.rollout.settings import RolloutSettings
+from reflux_trainer.settings import TrainerSettings
+
+Run = run_pb2.Run
+CONFIG = {
+    "name": "tiny",
+    "task": {"name": "counting"},
+    "model": {"hidden_size": 8, "num_layers": 1, "num_heads": 2, "intermediate_size": 8},
+    "warmup": {"steps": 3, "batch_size": 2},
+    "rl": {"steps": 4, "groups_per_step": 3, "samples_per_group": 2, "ramp_steps": 1, "no_progress_seconds": 20},
+    "evaluation": {
+        "prompts": 4,
+        "every_steps": 2,
+        "intermediate_prompts": 2,
+        "surrogate_prompts": 2,
+        "full_prompts": 0,
+    },
+    "checkpoint": {"every_steps": 2},
+}
+
+
+class World:
+    """Trainer and peers of one test."""
+
+    def __init__(self, valkey_url, folder):
+        self.scheduler, self.gateway, self.sandbox = Scheduler(), Gateway(), Sandbox()
+        self.checkpoints, self.broker = Checkpoints(), Broker()
+        self.learner = Learner(fleet=self.gateway)
+        self.url, self.folder = valkey_url, folder
+        self.peers = ""
+
+    def settings(self, kind=TrainerSettings, **extra):
+        names = ("scheduler", "gateway", "broker", "sandbox", "checkpoint", "trainer")
+        addresses = {f"{name}_address": self.peers for name in names}
+        return kind(redis_url=self.url, drain_seconds=0, **addresses, **extra)
+
+    @asynccontextmanager
+    async def trainer(self, **extra):
+        settings = self.settings(runs_dir=str(self.folder), http_listen="127.0.0.1:0", start_seconds=10, **extra)
+        async with (
+            build(settings) as service,
+            running(service, settings) as bound,
+            open_channel(bound.grpc) as channel,
+        ):
+            self.http = f"http://{bound.http}"
+            yield TrainerServiceStub(channel)
+
+    @asynccontextmanager
+    async def worker(self, run):
+        await asyncio.wait_for(self.scheduler.created.wait(), 20)
+        settings = self.settings(
+            RolloutSettings, run=run, heartbeat_seconds=0.2, idle_claim_seconds=0.5, peer_seconds=5
+        )
+        async with build_rollout(settings):
+            yield
+
+    async def announce(self, stub, run):
+        request = pb.RegisterLearnerRequest(run=run, address=self.peers, incarnation=self.learner.incarnation)
+        await stub.RegisterLearner(request)
+
+
+@pytest.fixture
+async def world(valkey_url, tmp_path, monkeypatch):
+    counting_task.register(monkeypatch)
+    async with from_url(valkey_url) as client:
+        await client.flushdb()
+    made = World(valkey_url, tmp_path)
+    async with serving(
+        made.scheduler, made.gateway, made.sandbox, made.checkpoints, made.broker, made.learner
+    ) as address:
+        made.peers = address
+        yield made
+
+
+def config(**sections):
+    document = {name: dict(value) if isinstance(value, dict) else value for name, value in CONFIG.items()}
+    for section, values in sections.items():
+        document[section] = document[section] | values if isinstance(values, dict) else values
+    return to_message(load_document(document))
+
+
+async def create(stub, message, **extra):
+    request = pb.CreateRunRequest(request_id=str(uuid4()), config=message, **extra)
+    return (await stub.CreateRun(request)).run
+
+
+async def events_of(stub, name, token=""):
+    async with asyncio.timeout(40):
+        return [event async for event in stub.WatchRun(pb.WatchRunRequest(name=name, resume_token=token))]
+
+
+async def until(stub, name, done):
+    async with asyncio.timeout(30):
+        async for event in stub.WatchRun(pb.WatchRunRequest(name=name)):
+            if done(event):
+                return event
+    raise AssertionError("the run ended first")
+
+
+def short(run):
+    return run.name.removeprefix("runs/")
+
+
+async def finish(world, stub, run):
+    """Plays the run's processes until it has ended; returns its events."""
+    async with world.worker(short(run)):
+        await world.announce(stub, short(run))
+        return await events_of(stub, run.name)
+
+
+async def test_a_run_goes_through_its_stages_and_leaves_its_records(world):
+    async with world.trainer() as stub:
+        run = await create(stub, config())
+        assert run.state in (Run.STATE_PENDING, Run.STATE_WARMING_UP)
+        events = await finish(world, stub, run)
+    ended = events[-1].run
+    assert (ended.state, ended.step, ended.message) == (Run.STATE_SUCCEEDED, 4, "")
+    stages = [event.progress.stage for event in events if event.progress.stage]
+    assert stages.count("rl") == 4
+    assert {"warmup", "evaluation"} <= set(stages)
+    assert world.learner.done == ["create", *range(1, 2 * 7 + 1)]
+    assert [role.role for role in world.scheduler.roles] == ["learner", "engine", "rollout"]
+    folder = Path(ended.folder)
+    assert {"config.toml", "split.json", "events.jsonl", "samples.jsonl", "summary.json", "model"} <= {
+        path.name for path in folder.iterdir()
+    }
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["ledger"] == {
+        "issued": 0, "emitted": 0, "trained": 12, "filtered": 0, "unknown": 0, "dead": 0, "violations": [],
+    }  # fmt: skip
+    assert summary["steps"] == 4
+    assert summary["reward_after_warmup"] == 0.0
+    assert summary["evaluations"]["final"]["held"]["surrogate_prompts"] == 2
+    assert summary["peak_rss_bytes"] > 0
+    assert sum(summary["lag_histogram"].values()) == 4 * 3 * 2
+    assert [made.cursor.step for made in world.checkpoints.committed] == [0, 2, 4]
+    assert world.scheduler.cancelled.is_set()
+
+
+async def test_watching_goes_on_where_it_broke(world):
+    async with world.trainer() as stub:
+        run = await create(stub, config())
+        events = await finish(world, stub, run)
+        rest = await events_of(stub, run.name, events[5].resume_token)
+        assert [event.resume_token for event in rest] == [event.resume_token for event in events[6:]]
+
+
+async def test_the_same_request_gives_the_same_run(world):
+    async with world.trainer() as stub:
+        request = pb.CreateRunRequest(request_id=str(uuid4()), config=config())
+        first, second = (await stub.CreateRun(request)).run, (await stub.CreateRun(request)).run
+        assert first.name == second.name
+        listed = (await stub.ListRuns(pb.ListRunsRequest(page_size=1))).runs
+        assert listed[0].name == first.name
+        await stub.CancelRun(pb.CancelRunRequest(name=first.name))
+
+
+async def test_lag_zero_publishes_before_it_rolls_out(world):
+    async with world.trainer() as stub:
+        run = await create(stub, config(rl={"max_lag": 0}))
+        events = await finish(world, stub, run)
+    lags = [m.value for event in events for m in event.progress.metrics if m.name == "lag/max"]
+    assert lags == [0.0] * 4
+
+
+async def test_a_restarted_trainer_takes_the_run_up_by_itself(world):
+    async with AsyncExitStack() as stack:
+        async with world.trainer() as stub:
+            run = await create(stub, config(rl={"steps": 8}))
+            await stack.enter_async_context(world.worker(short(run)))
+            await world.announce(stub, short(run))
+            await until(stub, run.name, lambda event: event.progress.stage == "rl" and event.progress.step >= 2)
+        async with world.trainer() as stub:
+            await world.announce(stub, short(run))
+            ended = (await events_of(stub, run.name))[-1].run
+    assert (ended.state, ended.step, ended.attempt) == (Run.STATE_SUCCEEDED, 8, 2)
+    assert world.learner.done == ["create", *range(1, 2 * 11 + 1)]
+    summary = json.loads((Path(ended.folder) / "summary.json").read_text())
+    assert summary["ledger"]["trained"] == 24
+    assert summary["ledger"]["violations"] == []
+
+
+async def test_a_run_that_redis_forgot_resumes_from_its_checkpoint_without_repeating_prompts(world):
+    async with world.trainer() as stub:
+        run = await create(stub, config(rl={"steps": 8}))
+        async with world.worker(short(run)):
+            await world.announce(stub, short(run))
+            await until(stub, run.name, lambda event: event.progress.stage == "rl" and event.progress.step >= 3)
+            await stub.CancelRun(pb.CancelRunRequest(name=run.name))
+    async with from_url(world.url) as client:
+        await client.delete(*[key async for key in client.scan_iter(match=f"{{{short(run)}}}:*")])
+    cut = world.checkpoints.committed[-1].cursor
+    world.learner.model_id = ""  # a new process
+    world.learner.done.clear()
+    async with world.trainer() as stub:
+        resumed = (await stub.CreateRun(pb.CreateRunRequest(resume_run=short(run)))).run
+        assert resumed.attempt == 2
+        ended = (await finish(world, stub, resumed))[-1].run
+    assert (ended.state, ended.step) == (Run.STATE_SUCCEEDED, 8)
+    assert world.learner.done[0] == f"load {cut.op_id}"
+    assert world.learner.done[1:] == list(range(cut.op_id + 1, 2 * 11 + 1))
+    summary = json.loads((Path(ended.folder) / "summary.json").read_text())
+    assert summary["ledger"]["trained"] == 24 - cut.step * 3
+
+
+async def test_another_dataset_is_refused_on_resume(world):
+    async with world.trainer() as stub:
+        run = await create(stub, config())
+        await finish(world, stub, run)
+        async with from_url(world.url) as client:
+            await client.delete(*[key async for key in client.scan_iter(match=f"{{{short(run)}}}:*")])
+        resumed = await create(stub, config(seed=5), resume_run=short(run))
+        ended = (await events_of(stub, resumed.name))[-1].run
+    assert ended.state == Run.STATE_FAILED
+    assert "another task, seed or split" in ended.message
+
+
+async def test_a_failed_run_resumes_but_not_with_other_counts(world):
+    world.learner.publish_failures = 2
+    async with world.trainer() as stub:
+        run = await create(stub, config())
+        failed = (await finish(world, stub, run))[-1].run
+        assert failed.state == Run.STATE_FAILED
+        assert "replica r0 refused: checksum mismatch" in failed.message
+        with pytest.raises(grpc.aio.AioRpcError, match=r"rl\.groups_per_step"):
+            await create(stub, config(rl={"groups_per_step": 5}), resume_run=short(run))
+        world.scheduler.cancelled.clear()
+        resumed = (await stub.ResumeRun(pb.ResumeRunRequest(name=run.name))).run
+        assert resumed.attempt == 2
+        ended = (await finish(world, stub, run))[-1].run
+    assert (ended.state, ended.message) == (Run.STATE_SUCCEEDED, "")
+
+
+async def test_pause_holds_the_loop_and_resume_lets_it_go_on(world):
+    async with world.trainer() as stub:
+        run = await create(stub, config(rl={"steps": 3000}))
+        async with world.worker(short(run)):
+            await world.announce(stub, short(run))
+            await until(stub, run.name, lambda event: event.progress.stage == "rl")
+            paused = (await stub.PauseRun(pb.PauseRunRequest(name=run.name))).run
+            assert paused.state == Run.STATE_PAUSED
+            resumed = (await stub.ResumeRun(pb.ResumeRunRequest(name=run.name))).run
+            assert resumed.state == Run.STATE_RUNNING
+            await until(stub, run.name, lambda event: event.progress.step > paused.step + 1)
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await stub.ResumeRun(pb.ResumeRunRequest(name=run.name))
+            assert reason_of(caught.value) == "WRONG_STATE"
+            cancelled = (await stub.CancelRun(pb.CancelRunRequest(name=run.name))).run
+    assert cancelled.state == Run.STATE_CANCELLED
+    assert world.scheduler.cancelled.is_set()
+
+
+async def test_a_run_whose_workers_never_come_fails_with_phase_party_and_age(world):
+    async with world.trainer() as stub:
+        run = await create(stub, config(rl={"no_progress_seconds": 1.0}))
+        await world.announce(stub, short(run))
+        ended = (await events_of(stub, run.name))[-1].run
+    assert ended.state == Run.STATE_FAILED
+    assert "rollout workers" in ended.message
+
+
+async def test_a_job_that_ends_takes_the_run_with_it_and_says_why(world):
+    async with world.trainer() as stub:
+        run = await create(stub, config(rl={"steps": 50}))
+        async with world.worker(short(run)):
+            await world.announce(stub, short(run))
+            await until(stub, run.name, lambda event: event.progress.stage == "rl")
+            world.scheduler.end("engine/0 ended 6 times within 10 minutes")
+            ended = (await events_of(stub, run.name))[-1].run
+    assert ended.state == Run.STATE_FAILED
+    assert "engine/0 ended 6 times within 10 minutes" in ended.message
+
+
+async def test_a_learner_that_never_comes_is_named(world):
+    async with world.trainer() as stub:
+        run = await create(stub, config(rl={"no_progress_seconds": 0.5}))
+        ended = (await events_of(stub, run.name))[-1].run
+    assert ended.state == Run.STATE_FAILED
+    assert "learner to announce itself" in ended.message
+
+
+async def test_checkpoints_that_fail_are_reported_and_training_goes_on(world):
+    world.checkpoints.away = True
+    async with world.trainer() as stub:
+        run = await create(stub, config())
+        ended = (await finish(world, stub, run))[-1].run
+    assert ended.state == Run.STATE_SUCCEEDED
+    assert world.checkpoints.committed == []
+
+
+async def test_the_http_api_speaks_json_and_server_sent_events(world):
+    async with world.trainer() as stub, aiohttp.ClientSession() as http:
+        async with http.post(world.http + "/v1/runs", json={"config": {"rl": {"batch_size": 100}}}) as refused:
+            body = await refused.json()
+            assert (refused.status, body["error"]["field"]) == (400, "rl.batch_size")
+            assert "256" in body["error"]["works"]
+        async with http.post(world.http + "/v1/runs", data="{") as broken:
+            assert broken.status == 400
+        async with http.get(world.http + "/v1/runs/none") as missing:
+            assert missing.status == 404
+        async with http.post(world.http + "/v1/runs", json={"config": CONFIG}) as created:
+            run = (await created.json())["name"]
+        async with http.post(f"{world.http}/v1/{run}/resume") as wrong:
+            assert (wrong.status, (await wrong.json())["error"]["reason"]) == (409, "WRONG_STATE")
+        async with world.worker(run.removeprefix("runs/")):
+            await world.announce(stub, run.removeprefix("runs/"))
+            async with http.get(f"{world.http}/v1/{run}/events") as stream:
+                text = await stream.text()
+        last = json.loads(text.strip().split("data: ")[-1])
+        assert last["state"] == "SUCCEEDED"
+        async with http.get(world.http + "/v1/runs?page_size=1") as listed:
+            assert (await listed.json())["runs"][0]["step"] == 4
+        async with http.get(world.http + "/") as page:
+            assert "reflux runs" in await page.text()
+
+
+async def test_http_calls_without_the_token_are_refused(world):
+    async with world.trainer(stack_secret="s"), aiohttp.ClientSession() as http:
+        async with http.get(world.http + "/v1/runs") as refused:
+            assert (refused.status, (await refused.json())["error"]["reason"]) == (401, "UNAUTHENTICATED")
+        async with http.get(world.http + "/") as page:
+            assert page.status == 200
+
+
+async def test_bad_requests_get_a_status_with_a_reason(world):
+    calls = [
+        ("CreateRun", pb.CreateRunRequest()),
+        ("CreateRun", pb.CreateRunRequest(request_id="x", config=run_pb2.RunConfig())),
+        ("CreateRun", pb.CreateRunRequest(request_id=str(uuid4()), config=run_pb2.RunConfig(name="Not A Name"))),
+        ("CreateRun", pb.CreateRunRequest(resume_run="nobody-knows-it")),
+        ("GetRun", pb.GetRunRequest()),
+        ("GetRun", pb.GetRunRequest(name="runs/none")),
+        ("ListRuns", pb.ListRunsRequest(page_token="x")),
+        ("PauseRun", pb.PauseRunRequest(name="runs/none")),
+        ("ResumeRun", pb.ResumeRunRequest(name="runs/../x")),
+        ("CancelRun", pb.CancelRunRequest(name="runs/none")),
+        ("RegisterLearner", pb.RegisterLearnerRequest()),
+        ("RegisterLearner", pb.RegisterLearnerRequest(run="r", address="nowhere")),
+    ]
+    async with world.trainer() as stub:
+        for method, request in calls:
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await getattr(stub, method)(request)
+            assert reason_of(caught.value) in ("INVALID_REQUEST", "NOT_FOUND"), method
+        for request in (pb.WatchRunRequest(), pb.WatchRunRequest(name="runs/a", resume_token="?")):
+            with pytest.raises(grpc.aio.AioRpcError):
+                [event async for event in stub.WatchRun(request)]
