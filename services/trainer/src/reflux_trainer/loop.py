@@ -3,7 +3,7 @@
 from reflux_trainer.advantages import training_batch
 from reflux_trainer.parts import Parts
 from reflux_trainer.queue.ledger import Cursor
-from reflux_trainer.steps import StepLog, decide, due, optimizer_request
+from reflux_trainer.steps import StepLog, decide, due, optimizer_request, optimizer_span
 
 
 async def train(parts: Parts, cursor: Cursor) -> Cursor:
@@ -21,9 +21,10 @@ async def train(parts: Parts, cursor: Cursor) -> Cursor:
         request, advantages = training_batch(cursor.op_id + 1, parts.run, batch.groups, rl)
         step = optimizer_request(parts, cursor)
         cursor = await decide(parts, cursor, batch, request, step)
-        forward = await parts.learner.forward_backward(request)
-        await parts.publisher.settled()
-        optim = await parts.learner.optim_step(step)
+        with optimizer_span(parts, cursor, batch):
+            forward = await parts.learner.forward_backward(request)
+            await parts.publisher.settled()
+            optim = await parts.learner.optim_step(step)
         log.check_applied(optim)
 
         async def committed(version: int, trained: int = len(batch.groups)) -> None:

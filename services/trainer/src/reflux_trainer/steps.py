@@ -1,7 +1,8 @@
 """Beside the loop: what a step logs before it happens, what it checks, and what it tells afterwards."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -59,6 +60,15 @@ async def decide(
         next_prompt_index=parts.issuer.next_index,
     )
     return await parts.ledger.log_step(after, [oplog.encode(request), oplog.encode(step)], batch.groups)
+
+
+@contextmanager
+def optimizer_span(parts: Parts, cursor: Cursor, batch: Batch) -> Iterator[None]:
+    """The step's own trace, linked to the traces of all prompts that it trains on."""
+    links = [group.traceparent for group in batch.groups]
+    with span("optimizer step", links=links, reflux__run=parts.run, reflux__step=cursor.step) as current:
+        yield
+        current.set_attribute("reflux.version", parts.learner.version)
 
 
 class StepLog:
@@ -120,24 +130,19 @@ class StepLog:
             sync = parts.publisher.last
             detail |= {"replicas": sync.replicas, "sync": {"version": sync.version, "at": sync.at}}
         await parts.journal.write("rl", cursor.step, parts.config.rl.steps, figures, detail)
-        self._spans(cursor, batch.groups, advantages, optim)
+        self._spans(cursor, batch.groups, advantages)
         STEP.labels(run=parts.run).set(cursor.step)
         REWARD.labels(run=parts.run).set(figures["reward/mean"])
         STEP_SECONDS.labels(run=parts.run).observe(seconds)
         if cursor.step % TRANSCRIPT_EVERY_STEPS == 1:
             self._transcripts(cursor, batch.groups[0])
 
-    def _spans(
-        self, cursor: Cursor, groups: Sequence[Group], advantages: Sequence[np.ndarray], optim: pb.OptimStepResponse
-    ) -> None:
+    def _spans(self, cursor: Cursor, groups: Sequence[Group], advantages: Sequence[np.ndarray]) -> None:
         run = self._parts.run
         for group, values in zip(groups, advantages, strict=True):
             with span("train", parent=group.traceparent, reflux__run=run, reflux__prompt=group.index) as current:
                 current.set_attribute("reflux.step", cursor.step)
                 current.set_attribute("reflux.advantages", [round(float(value), 5) for value in values])
-        links = [group.traceparent for group in groups]
-        with span("optimizer step", links=links, reflux__run=run, reflux__step=cursor.step) as current:
-            current.set_attribute("reflux.version", optim.version)
 
     def _transcripts(self, cursor: Cursor, group: Group) -> None:
         built = question(self._parts.task, "train", group.index)
