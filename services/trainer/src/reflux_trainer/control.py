@@ -15,6 +15,10 @@ class Control:
     def __post_init__(self) -> None:
         self._open.set()
 
+    @property
+    def open(self) -> bool:
+        return self._open.is_set()
+
     def pause(self) -> None:
         self._open.clear()
 

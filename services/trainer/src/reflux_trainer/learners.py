@@ -1,7 +1,6 @@
 """Which learner process serves which run: announced by the learners every few seconds, kept in memory."""
 
 import asyncio
-import time
 from dataclasses import dataclass
 
 HEARTBEAT_SECONDS = 2.0
@@ -21,12 +20,10 @@ class LearnerRegistry:
 
     def __init__(self) -> None:
         self._entries: dict[str, LearnerEntry] = {}
-        self._heard: dict[str, float] = {}
         self._changed = asyncio.Event()
 
     def announce(self, run: str, entry: LearnerEntry) -> None:
         """Stores an announcement."""
-        self._heard[run] = time.monotonic()
         if self._entries.get(run) != entry:
             self._entries[run] = entry
             self._changed.set()
@@ -47,4 +44,3 @@ class LearnerRegistry:
     def forget(self, run: str) -> None:
         """Drops the learner of an ended run."""
         self._entries.pop(run, None)
-        self._heard.pop(run, None)

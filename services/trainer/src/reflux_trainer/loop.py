@@ -9,9 +9,9 @@ from reflux_trainer.steps import StepLog, decide, due, optimizer_request, optimi
 async def train(parts: Parts, cursor: Cursor) -> Cursor:
     """Reinforcement learning from `cursor` to the last step; every error leaves as an exception."""
     rl, log = parts.config.rl, StepLog(parts)
-    await parts.issuer.fill()
     while cursor.step < rl.steps:
         await parts.control.gate(parts.waits)
+        await parts.issuer.fill()
         if rl.max_lag == 0:
             await parts.publisher.settled()
         batch = await parts.batches.form()
@@ -30,7 +30,8 @@ async def train(parts: Parts, cursor: Cursor) -> Cursor:
         async def committed(version: int, trained: int = len(batch.groups)) -> None:
             parts.issuer.version = version
             parts.window.released(trained)
-            await parts.issuer.fill()
+            if parts.control.open:
+                await parts.issuer.fill()
 
         parts.publisher.start(committed)
         if due(cursor.step, parts.config.checkpoint.every_steps, rl.steps):

@@ -123,7 +123,7 @@ class Supervisor:
             known = await asyncio.to_thread(catalog, config, self._peers.settings.cache_folder)
         except InvalidOption as error:
             raise InvalidRequest(f"task {config.task.name}: {error}", field=f"task.{error.key}") from None
-        preflight(config, known)
+        log.info("preflight of %s: %s", config.name, "; ".join(preflight(config, known).lines()))
 
     async def _create(self, run: str, config: RunConfig, attempt: int = 1) -> RunRecord:
         folder = self._peers.settings.runs_folder.resolve() / run
