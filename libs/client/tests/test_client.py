@@ -68,35 +68,28 @@ def test_a_malformed_sample_id_says_how_to_write_one(sample):
         tracing.parse_sample_id(sample)
 
 
-def test_the_trace_of_a_prompt_holds_its_spans_and_the_step_that_links_to_it(tmp_path):
+def test_the_trace_of_a_sample_ends_in_the_step_that_links_to_it(tmp_path):
     def span(name, span_id, parent="", trace="t1", links=(), prompt=3):
-        attributes = {"reflux.run": "r", "reflux.prompt": prompt, "tokens": 7}
-        line = {
-            "service": "s",
-            "name": name,
-            "trace_id": trace,
-            "span_id": span_id,
-            "parent_id": parent,
-            "status": "UNSET",
-        }
-        return (
-            json.dumps(line | {"links": list(links), "start_ns": 1, "end_ns": 2_000_001, "attributes": attributes})
-            + "\n"
-        )
+        attributes = {"reflux.run": "r", "reflux.prompt": prompt, "reflux.rewards": [0.25, 0.75]}
+        line = {"service": "s", "name": name, "trace_id": trace, "span_id": span_id, "parent_id": parent}
+        times = {"start_ns": 1, "end_ns": 2_000_001, "status": "UNSET"}
+        return json.dumps(line | times | {"links": list(links), "attributes": attributes}) + "\n"
 
-    lines = [
-        span("prompt", "a"),
-        span("generate", "b", "a"),
-        span("optimizer step", "c", trace="t2", links=["t1"], prompt=-1),
-    ]
+    lines = [span("prompt", "a"), span("generate", "b", "a"), span("train", "e", "a")]
+    lines.append(span("optimizer step", "c", trace="t2", links=["t1"], prompt=-1))
     (tmp_path / "one.jsonl").write_text("".join(lines) + '{"torn')
     (tmp_path / "two.jsonl").write_text(span("prompt", "d", trace="t3", prompt=4))
-    roots = tracing.find_tree(tmp_path, "r", 3)
-    assert [root.record["name"] for root in roots] == ["prompt", "optimizer step"]
-    assert [child.record["name"] for child in roots[0].children] == ["generate"]
-    console = Console(record=True, width=120)
-    console.print(tracing.render(roots, "t"))
-    assert "2.0 ms" in console.export_text()
+    (root,) = tracing.find_tree(tmp_path, "r", 3)
+    assert [child.record["name"] for child in root.children] == ["generate", "train"]
+    assert [child.record["name"] for child in root.children[1].children] == ["optimizer step"]
+    console = Console(record=True, width=160)
+    console.print(tracing.render([root], "t", 1))
+    text = console.export_text()
+    assert "2.0 ms" in text
+    assert "rewards=0.75" in text
+    assert "0.25" not in text
+    with pytest.raises(ClientError, match="no sample 2"):
+        tracing.render([root], "t", 2)
     with pytest.raises(ClientError, match="no span of prompt 9"):
         tracing.find_tree(tmp_path, "r", 9)
 
@@ -144,6 +137,7 @@ def test_the_seeds_table_names_missed_bars(tmp_path):
         ("[rl]\nbatch_size = 100\n", "256 would work"),
         ("rl = 3\n", "section"),
         ("[rl", "TOML"),
+        ('[model]\npath = "absent"\n', "there is no such folder"),
     ],
 )
 def test_a_bad_run_file_is_refused_before_anything_starts(tmp_path, text, says):

@@ -11,6 +11,8 @@ from rich.tree import Tree
 from reflux_client.connection import ClientError
 
 _HIDDEN = ("reflux.run", "reflux.prompt")
+ADVANTAGE = "train"
+"""Span of the trainer that carries the advantages of one group."""
 
 
 @dataclass
@@ -47,7 +49,11 @@ def find_tree(folder: Path, run: str, prompt: int) -> list[SpanNode]:
             traces.add(span["trace_id"])
     if not traces:
         raise ClientError(f"no span of prompt {prompt} of run {run} below {folder}: is the run's stack this one?")
-    return build_tree(span for span in spans if span["trace_id"] in traces or traces & set(span["links"]))
+    own = [span for span in spans if span["trace_id"] in traces]
+    linked = [span for span in spans if span["trace_id"] not in traces and traces & set(span["links"])]
+    roots = build_tree(own)
+    _hang(roots, build_tree(linked))
+    return roots
 
 
 def build_tree(spans: Iterable[dict[str, Any]]) -> list[SpanNode]:
@@ -60,25 +66,40 @@ def build_tree(spans: Iterable[dict[str, Any]]) -> list[SpanNode]:
     return roots
 
 
-def render(roots: list[SpanNode], title: str) -> Tree:
-    """The tree for a terminal, with durations."""
+def _hang(roots: list[SpanNode], linked: list[SpanNode]) -> None:
+    """Puts the optimizer step, which belongs to a whole batch, below the span that gave the sample its advantage."""
+    advantage = next((child for root in roots for child in root.children if child.record["name"] == ADVANTAGE), None)
+    (roots if advantage is None else advantage.children).extend(linked)
+
+
+def render(roots: list[SpanNode], title: str, index: int | None = None) -> Tree:
+    """The tree for a terminal, with durations; with `index`, lists over the group's samples show that sample only."""
     tree = Tree(f"[bold]{title}[/bold]")
     for root in roots:
-        _add(tree, root, roots[0].start_ns)
+        _add(tree, root, roots[0].start_ns, index)
     return tree
 
 
-def _add(tree: Tree, node: SpanNode, origin_ns: int) -> None:
+def _add(tree: Tree, node: SpanNode, origin_ns: int, index: int | None) -> None:
     record = node.record
     duration_ms = (record["end_ns"] - record["start_ns"]) / 1e6
-    details = " ".join(f"{key}={value}" for key, value in record["attributes"].items() if key not in _HIDDEN)
+    shown = {key: value for key, value in record["attributes"].items() if key not in _HIDDEN}
+    details = " ".join(f"{key.removeprefix('reflux.')}={_chosen(value, index)}" for key, value in shown.items())
     failed = " [red]ERROR[/red]" if record["status"] == "ERROR" else ""
     at_ms = (record["start_ns"] - origin_ns) / 1e6
     where = f"[dim]at +{at_ms:.1f} ms, {record['service']}[/dim]"
     label = f"[cyan]{record['name']}[/cyan] {duration_ms:.1f} ms {where} {details}"
     branch = tree.add(label + failed)
     for child in node.children:
-        _add(branch, child, origin_ns)
+        _add(branch, child, origin_ns, index)
+
+
+def _chosen(value: object, index: int | None) -> object:
+    if index is None or not isinstance(value, list):
+        return value
+    if index >= len(value):
+        raise ClientError(f"the group has {len(value)} samples, there is no sample {index}")
+    return value[index]
 
 
 def _spans(paths: Iterable[Path]) -> Iterator[dict[str, Any]]:

@@ -44,24 +44,25 @@ class Layout:
     """Ports and folders of one stack; ports stay the same over restarts of a service."""
 
     state_dir: Path
+    redis_url: str
     redis_port: int
+    """Port of the embedded Valkey; 0 when `redis_url` names a server of somebody else."""
     grpc: Mapping[str, str]
     http: Mapping[str, str]
 
-    @property
-    def redis_url(self) -> str:
-        """Address of the embedded Valkey."""
-        return f"redis://127.0.0.1:{self.redis_port}/0"
 
+def choose_layout(state_dir: Path, fixed_http: Mapping[str, int], redis_url: str = "") -> Layout:
+    """Picks free loopback ports; `fixed_http` pins HTTP ports of services that people type into browsers.
 
-def choose_layout(state_dir: Path, fixed_http: Mapping[str, int]) -> Layout:
-    """Picks free loopback ports; `fixed_http` pins HTTP ports of services that people type into browsers."""
+    `redis_url` names a Redis that runs already; empty embeds a Valkey.
+    """
     ports = _free_ports(1 + 2 * len(MODULES))
     grpc_ports = dict(zip(MODULES, ports[1 : 1 + len(MODULES)], strict=True))
     http_ports = dict(zip(MODULES, ports[1 + len(MODULES) :], strict=True)) | dict(fixed_http)
     return Layout(
         state_dir=state_dir,
-        redis_port=ports[0],
+        redis_url=redis_url or f"redis://127.0.0.1:{ports[0]}/0",
+        redis_port=0 if redis_url else ports[0],
         grpc={name: f"127.0.0.1:{port}" for name, port in grpc_ports.items()},
         http={name: f"127.0.0.1:{port}" for name, port in http_ports.items()},
     )
@@ -87,10 +88,11 @@ def environment(layout: Layout) -> dict[str, str]:
         values[f"{prefix}_LISTEN"] = address
         values[f"{prefix}_HTTP_LISTEN"] = layout.http[name]
     values.setdefault("REFLUX_OBJECT_STORE", f"file://{layout.state_dir / 'objects'}")
+    # Root of the tree whose memory is reported; a demo names itself, so that its own process counts too.
+    values.setdefault("REFLUX_STACK_PID", str(os.getpid()))
     values |= {
         "REFLUX_REDIS_URL": layout.redis_url,
         "REFLUX_STATE_DIR": str(layout.state_dir),
-        "REFLUX_STACK_PID": str(os.getpid()),
         "OMP_NUM_THREADS": "1",
         "PYTHONUNBUFFERED": "1",
     }
@@ -112,7 +114,7 @@ def valkey_spec(layout: Layout) -> ProcessSpec:
         "--loglevel": "warning",
     }
     argv = (_valkey_binary(), *(word for option in options.items() for word in option))
-    return ProcessSpec(name="valkey", argv=argv, environment=os.environ, ready=lambda: _redis_ready(layout.redis_url))
+    return ProcessSpec(name="valkey", argv=argv, environment=os.environ, ready=lambda: redis_ready(layout.redis_url))
 
 
 def service_spec(name: str, layout: Layout) -> ProcessSpec:
@@ -126,8 +128,9 @@ def _valkey_binary() -> str:
     return str(binary)
 
 
-async def _redis_ready(url: str) -> None:
-    end = time.monotonic() + READY_SECONDS
+async def redis_ready(url: str, seconds: float = READY_SECONDS) -> None:
+    """Returns when the server answers. Raises TimeoutError after `seconds`."""
+    end = time.monotonic() + seconds
     async with redis.asyncio.from_url(url) as client:
         while True:
             try:

@@ -17,16 +17,16 @@ from reflux_kit import logs
 _PR_SET_PDEATHSIG = 1
 
 
-async def _run(state_dir: Path, fixed_http: dict[str, int]) -> None:
-    serving = asyncio.create_task(_serve(state_dir, fixed_http))
+async def _run(state_dir: Path, fixed_http: dict[str, int], redis_url: str) -> None:
+    serving = asyncio.create_task(_serve(state_dir, fixed_http, redis_url))
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, serving.cancel)
     with contextlib.suppress(asyncio.CancelledError):
         await serving
 
 
-async def _serve(state_dir: Path, fixed_http: dict[str, int]) -> None:
-    async with running_stack(state_dir, fixed_http) as stack:
+async def _serve(state_dir: Path, fixed_http: dict[str, int], redis_url: str) -> None:
+    async with running_stack(state_dir, fixed_http, redis_url) as stack:
         assert stack.watcher is not None
         await stack.watcher
 
@@ -52,7 +52,8 @@ def main() -> None:
         os.set_inheritable(lock.fileno(), False)
         fixed = {"inference-gateway": options.gateway_http_port, "trainer": options.trainer_http_port}
         try:
-            asyncio.run(_run(options.state_dir, {name: port for name, port in fixed.items() if port}))
+            chosen = {name: port for name, port in fixed.items() if port}
+            asyncio.run(_run(options.state_dir, chosen, os.environ.get("REFLUX_REDIS_URL", "")))
         except* StackError as errors:
             print(f"reflux: {errors.exceptions[0]}", file=sys.stderr)
             sys.exit(2)

@@ -8,12 +8,13 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from reflux_devstack.layout import MODULES, Layout, choose_layout, service_spec, valkey_spec
-from reflux_devstack.processes import ProcessSpec, Supervised
+from reflux_devstack.layout import MODULES, Layout, choose_layout, redis_ready, service_spec, valkey_spec
+from reflux_devstack.processes import ProcessSpec, StackError, Supervised
 
 log = logging.getLogger(__name__)
 
 _GRACE_SECONDS = 15.0
+_EXTERNAL_REDIS_SECONDS = 5.0
 RECORD = "stack.json"
 
 
@@ -29,7 +30,7 @@ class Stack:
     async def start(self) -> None:
         """Valkey, then all services at once, then the agent."""
         services = [service_spec(name, self.layout) for name in MODULES if name != "agent"]
-        await self._start(valkey_spec(self.layout))
+        await self._start_redis()
         await asyncio.gather(*(self._start(spec) for spec in services))
         await self._start(service_spec("agent", self.layout))
         self.write_record()
@@ -70,6 +71,18 @@ class Stack:
         fresh.write_text(json.dumps(record, indent=2))
         fresh.replace(path)
 
+    async def _start_redis(self) -> None:
+        if self.layout.redis_port:
+            await self._start(valkey_spec(self.layout))
+            return
+        try:
+            await redis_ready(self.layout.redis_url, _EXTERNAL_REDIS_SECONDS)
+        except TimeoutError:
+            shown = self.layout.redis_url.rpartition("@")[2]  # never the password
+            raise StackError(
+                f"the Redis of REFLUX_REDIS_URL ({shown}) does not answer; unset it to embed one"
+            ) from None
+
     async def _start(self, spec: ProcessSpec) -> None:
         logs = self.layout.state_dir / "logs"
         logs.mkdir(parents=True, exist_ok=True)
@@ -78,9 +91,11 @@ class Stack:
 
 
 @asynccontextmanager
-async def running_stack(state_dir: Path, fixed_http: Mapping[str, int] | None = None) -> AsyncIterator[Stack]:
+async def running_stack(
+    state_dir: Path, fixed_http: Mapping[str, int] | None = None, redis_url: str = ""
+) -> AsyncIterator[Stack]:
     """Starts a stack, yields it while it is watched, stops it at the end of the block."""
-    stack = Stack(choose_layout(state_dir.resolve(), fixed_http or {}))
+    stack = Stack(choose_layout(state_dir.resolve(), fixed_http or {}, redis_url))
     try:
         await stack.start()
         yield stack

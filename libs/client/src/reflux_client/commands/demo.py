@@ -3,7 +3,7 @@
 import asyncio
 import json
 import os
-import tempfile
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,25 +16,32 @@ from reflux_client.commands.runs import create, follow
 from reflux_client.runfile import load_run_file
 
 EXAMPLE = Path("examples/xrd-phase-id/run.toml")
+STATE = Path(".reflux/demo")
 _SEEDS = (0, 1, 2)
 
 
 @contextmanager
 def _own_stack() -> Iterator[None]:
-    """A stack in a folder of its own that ends with this block, and with this process if that is killed."""
-    with tempfile.TemporaryDirectory(prefix="reflux-demo-", ignore_cleanup_errors=True) as folder:
-        before = os.environ.get("REFLUX_STATE_DIR")
-        os.environ["REFLUX_STATE_DIR"] = folder
-        os.environ.setdefault("REFLUX_TRAINER_RUNS_DIR", str(Path("runs").resolve()))
-        try:
-            stack.start(Path(folder), die_with_parent=True)
-            yield
-        finally:
-            stack.stop(Path(folder))
-            if before is None:
-                del os.environ["REFLUX_STATE_DIR"]
-            else:
-                os.environ["REFLUX_STATE_DIR"] = before
+    """A stack in a folder of its own that ends with this block, and with this process if that is killed.
+
+    The folder stays until the next demo: logs, traces and checkpoints can be looked at afterwards.
+    """
+    folder = STATE.resolve()
+    if connection.read_record(folder) is not None:
+        raise connection.ClientError(f"another demo runs in {folder}")
+    for old in folder.glob("*"):
+        if old.name != "cache":
+            shutil.rmtree(old) if old.is_dir() else old.unlink()
+    before = dict(os.environ)
+    os.environ |= {"REFLUX_STATE_DIR": str(folder), "REFLUX_STACK_PID": str(os.getpid())}
+    os.environ.setdefault("REFLUX_TRAINER_RUNS_DIR", str(Path("runs").resolve()))
+    try:
+        stack.start(folder, die_with_parent=True)
+        yield
+    finally:
+        stack.stop(folder)
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def _report(folder: Path) -> Path:
@@ -48,7 +55,7 @@ def _train(file: Path, seed: int | None, overrides: dict[str, Any] | None = None
     created = asyncio.run(create(load_run_file(file, seed, overrides)))
     click.echo(f"run {created.name.removeprefix('runs/')}  folder {created.folder}")
     if not follow(created.name):
-        raise connection.ClientError(f"the run failed; its folder is {created.folder}")
+        raise connection.ClientError(f"the run failed; folder {created.folder}, logs {connection.state_dir() / 'logs'}")
     return Path(created.folder)
 
 
@@ -63,6 +70,7 @@ def demo(file: Path, seed: int | None) -> None:
     summary = json.loads((folder / "summary.json").read_text())
     click.echo(f"held-out reward {summary['reward_after_warmup']:.3f} -> {summary['reward_final']:.3f}")
     click.echo(f"report {_report(folder)}")
+    click.echo(f"a sample's path: REFLUX_STATE_DIR={STATE} reflux trace {folder.name}/0")
 
 
 @click.command(name="demo-seeds")

@@ -34,7 +34,7 @@ def trace(sample: str) -> None:
     run, prompt, index = tracing.parse_sample_id(sample)
     roots = tracing.find_tree(connection.state_dir() / "traces", run, prompt)
     title = f"run {run}, prompt {prompt}" + ("" if index is None else f", sample {index}")
-    Console().print(tracing.render(roots, title))
+    Console().print(tracing.render(roots, title, index))
 
 
 @click.command()
