@@ -14,26 +14,51 @@ from redis.exceptions import AuthenticationError, RedisError
 from reflux_kit.errors import StartupError
 
 _RETRIES = 20
+_MAX_CONNECTIONS = 64
+_WAIT_SECONDS = 10.0
 _ERRORS = [redis.ConnectionError, redis.TimeoutError, redis.BusyLoadingError]
 
 
+class AllConnectionsBusy(redis.ConnectionError):
+    """Every connection of the pool stayed in use, most likely by blocking reads: give those a client of their own."""
+
+
+class _Pool(redis.asyncio.BlockingConnectionPool):
+    """A full pool makes callers wait; redis-py's default pool fails them."""
+
+    async def get_connection(self, command_name: str | None = None, *keys: Any, **options: Any) -> Any:
+        try:
+            return await super().get_connection()
+        except redis.ConnectionError as error:
+            if not isinstance(error.__cause__, TimeoutError) or self.can_get_connection():
+                raise
+            text = f"all {self.max_connections} connections to Redis were in use for {self.timeout:g} s"
+            raise AllConnectionsBusy(text) from None
+
+
 @asynccontextmanager
-async def open_redis(url: str, *, retries: int = _RETRIES) -> AsyncIterator[redis.asyncio.Redis]:
+async def open_redis(
+    url: str,
+    *,
+    retries: int = _RETRIES,
+    max_connections: int = _MAX_CONNECTIONS,
+    wait_seconds: float = _WAIT_SECONDS,
+) -> AsyncIterator[redis.asyncio.Redis]:
     """Yields a client after one successful PING. Commands wait up to about 15 s for a server that restarts.
 
     A command may run twice when the connection breaks after the server has done it: writes must be idempotent.
+    With `max_connections` in use a command waits for one, then raises `AllConnectionsBusy` after `wait_seconds`.
     """
-    client = _cancellable(
-        redis.asyncio.from_url(
-            url,
-            decode_responses=False,
-            socket_timeout=15,
-            socket_connect_timeout=2,
-            retry=Retry(ExponentialBackoff(cap=1.0, base=0.05), retries),
-            retry_on_error=_ERRORS,
-            max_connections=64,
-        )
+    pool = _Pool.from_url(
+        url,
+        timeout=wait_seconds,
+        max_connections=max_connections,
+        socket_timeout=15,
+        socket_connect_timeout=2,
+        retry=Retry(ExponentialBackoff(cap=1.0, base=0.05), retries),
+        retry_on_error=_ERRORS,
     )
+    client = _cancellable(redis.asyncio.Redis.from_pool(pool))
     probe = redis.asyncio.from_url(
         url, socket_connect_timeout=2, socket_timeout=5, retry=Retry(ExponentialBackoff(0.5, 0.05), 3)
     )
