@@ -1,6 +1,7 @@
 """Client channels with the platform's defaults: deadlines, named retries, keepalive, token and trace context."""
 
 import json
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +11,8 @@ from reflux_kit import auth, deadline, telemetry
 from reflux_kit.settings import ServiceSettings
 
 _MAX_MESSAGE_BYTES = 4 << 20
+_TOKEN_SECONDS = 3600.0
+_RENEW_SECONDS = 600.0
 
 
 def open_channel(
@@ -25,9 +28,7 @@ def open_channel(
     `retry` names the idempotent methods ("package.Service/Method") to repeat on UNAVAILABLE, at most 4 attempts.
     Streams get a deadline only when the caller names one.
     """
-    token = ""
-    if settings is not None:
-        token = settings.token or (auth.mint(settings.stack_secret, subject) if settings.stack_secret else "")
+    token = _Token(settings, subject)
     options = [
         ("grpc.service_config", json.dumps(_service_config(retry))),
         ("grpc.keepalive_time_ms", 30_000),
@@ -56,22 +57,41 @@ def _service_config(retry: Sequence[str]) -> dict[str, Any]:
 
 
 def _with_metadata(
-    details: grpc.aio.ClientCallDetails, token: str, timeout: float | None
+    details: grpc.aio.ClientCallDetails, token: "_Token", timeout: float | None
 ) -> grpc.aio.ClientCallDetails:
     carrier: dict[str, str] = {}
     telemetry.inject(carrier)
     metadata = list(details.metadata or ()) + list(carrier.items())
-    if token:
-        metadata.append(("authorization", f"Bearer {token}"))
+    if current := token.current():
+        metadata.append(("authorization", f"Bearer {current}"))
     return grpc.aio.ClientCallDetails(
         details.method, timeout, grpc.aio.Metadata(*metadata), details.credentials, details.wait_for_ready
     )
 
 
+class _Token:
+    """The token of a channel's calls: a fixed one, or one minted for an hour and renewed before that is over."""
+
+    def __init__(self, settings: ServiceSettings | None, subject: str) -> None:
+        self._secret = settings.stack_secret if settings else ""
+        self._fixed = settings.token if settings else ""
+        self._subject = subject
+        self._minted = ""
+        self._renew_at = 0.0
+
+    def current(self) -> str:
+        if self._fixed or not self._secret:
+            return self._fixed
+        if time.time() >= self._renew_at:
+            self._renew_at = time.time() + _TOKEN_SECONDS - _RENEW_SECONDS
+            self._minted = auth.mint(self._secret, self._subject, lifetime_seconds=_TOKEN_SECONDS)
+        return self._minted
+
+
 class _Unary(grpc.aio.UnaryUnaryClientInterceptor):
     """Gives every call a deadline (its own, the caller's remainder, or the default), the token and the trace."""
 
-    def __init__(self, default_seconds: float, token: str) -> None:
+    def __init__(self, default_seconds: float, token: _Token) -> None:
         self._default = default_seconds
         self._token = token
 
@@ -84,7 +104,7 @@ class _Unary(grpc.aio.UnaryUnaryClientInterceptor):
 class _Stream(grpc.aio.UnaryStreamClientInterceptor):
     """The same for server streams, whose length only the caller knows."""
 
-    def __init__(self, token: str) -> None:
+    def __init__(self, token: _Token) -> None:
         self._token = token
 
     async def intercept_unary_stream(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
