@@ -1,4 +1,4 @@
-"""Tokens of a channel's calls, against a real server."""
+"""Tokens and sizes of a channel's calls, against a real server."""
 
 import time
 from types import SimpleNamespace
@@ -69,3 +69,14 @@ async def test_a_fixed_token_stays_as_it_is():
     async with serving(servicer, stack_secret=SECRET) as bound, open_channel(bound.grpc, settings) as channel:
         await CheckpointServiceStub(channel).GetCheckpoint(pb.GetCheckpointRequest())
     assert servicer.tokens == [f"Bearer {token}"]
+
+
+async def test_a_message_above_4_mib_needs_a_larger_limit_on_both_sides():
+    request = pb.GetCheckpointRequest(name="x" * (5 << 20))
+    async with serving(Echo()) as bound, open_channel(bound.grpc) as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await CheckpointServiceStub(channel).GetCheckpoint(request)
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    async with serving(Echo(), max_message_mib=8) as bound, open_channel(bound.grpc, max_message_mib=8) as channel:
+        answer = await CheckpointServiceStub(channel).GetCheckpoint(request)
+    assert len(answer.checkpoint.name) == 5 << 20

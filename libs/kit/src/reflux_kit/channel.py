@@ -10,7 +10,6 @@ import grpc
 from reflux_kit import auth, deadline, telemetry
 from reflux_kit.settings import ServiceSettings
 
-_MAX_MESSAGE_BYTES = 4 << 20
 _TOKEN_SECONDS = 3600.0
 _RENEW_SECONDS = 600.0
 
@@ -22,11 +21,13 @@ def open_channel(
     default_deadline_seconds: float = 30.0,
     retry: Sequence[str] = (),
     subject: str = "service",
+    max_message_mib: int = 4,
 ) -> grpc.aio.Channel:
     """Opens a channel to `target`; share one per peer, never one per call.
 
     `retry` names the idempotent methods ("package.Service/Method") to repeat on UNAVAILABLE, at most 4 attempts.
-    Streams get a deadline only when the caller names one.
+    Streams get a deadline only when the caller names one. `max_message_mib` bounds answers; what a server takes is
+    bounded by its own `ServiceSettings.max_message_mib`.
     """
     token = _Token(settings, subject)
     options = [
@@ -35,7 +36,7 @@ def open_channel(
         ("grpc.initial_reconnect_backoff_ms", 200),
         ("grpc.min_reconnect_backoff_ms", 200),
         ("grpc.max_reconnect_backoff_ms", 1_000),
-        ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
+        ("grpc.max_receive_message_length", max_message_mib << 20),
     ]
     # grpc.aio sorts interceptors by kind, so one object can serve one kind only.
     interceptors = [_Unary(default_deadline_seconds, token), _Stream(token)]

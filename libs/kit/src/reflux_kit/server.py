@@ -24,7 +24,6 @@ from reflux_kit.settings import ServiceSettings
 log = logging.getLogger(__name__)
 
 _LOOPBACK = ("127.0.0.1", "localhost", "[::1]", "::1")
-_MAX_MESSAGE_BYTES = 4 << 20
 Settings = TypeVar("Settings", bound=ServiceSettings)
 
 
@@ -81,7 +80,7 @@ def _reachable(address: str, settings: ServiceSettings) -> str:
 async def _grpc(service: Service, settings: ServiceSettings) -> AsyncIterator[str]:
     options = [
         ("grpc.so_reuseport", 0),
-        ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
+        ("grpc.max_receive_message_length", settings.max_message_mib << 20),
         # Our clients ping every 30 s; a server allows one in 5 minutes on a silent stream and then hangs up.
         ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
     ]

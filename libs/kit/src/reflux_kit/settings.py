@@ -33,6 +33,9 @@ class ServiceSettings(BaseSettings):
     drain_seconds: float = Field(default=5.0, ge=0)
     """How long running calls may finish after SIGTERM."""
 
+    max_message_mib: int = Field(default=4, ge=1, le=1024)
+    """Largest gRPC request that is taken, in MiB; a larger one is RESOURCE_EXHAUSTED. Callers bound answers."""
+
     redis_url: Annotated[str, Field(validation_alias=_shared("redis_url"))] = "redis://127.0.0.1:6379/0"
     """Redis or Valkey: redis://host:port/db or unix://path."""
 
