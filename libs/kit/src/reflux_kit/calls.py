@@ -8,7 +8,7 @@ import grpc
 import redis
 from google.protobuf.message import DecodeError
 
-from reflux_kit import auth, deadline, telemetry
+from reflux_kit import auth, deadline, scope, telemetry
 from reflux_kit.errors import DeadlinePassed, InvalidRequest, ServiceError, Unavailable
 
 log = logging.getLogger(__name__)
@@ -78,10 +78,11 @@ class _Guard:
 
     def _enter(self, request: Any, context: Any) -> None:
         metadata = dict(context.invocation_metadata() or ())
-        if self._secret:
-            auth.from_header(self._secret, metadata.get("authorization"))
+        run = auth.from_header(self._secret, metadata.get("authorization")).run if self._secret else ""
         if request is _UNDECODABLE:
             raise InvalidRequest(f"the request of {self._method} cannot be decoded")
+        if run:
+            scope.check(self._method, request, run)
         deadline.enter(context.time_remaining())
         telemetry.attach(metadata)
 

@@ -47,13 +47,6 @@ class NotFound(ServiceError, LookupError):
     reason = "NOT_FOUND"
 
 
-class AlreadyExists(ServiceError):
-    """Another resource has this name."""
-
-    code = grpc.StatusCode.ALREADY_EXISTS
-    reason = "ALREADY_EXISTS"
-
-
 class WrongState(ServiceError):
     """The resource exists, but its state does not allow the call."""
 
@@ -94,6 +87,13 @@ class Unauthenticated(ServiceError):
 
     code = grpc.StatusCode.UNAUTHENTICATED
     reason = "UNAUTHENTICATED"
+
+
+class PermissionDenied(ServiceError):
+    """The token is good, but not for this: it belongs to another run, or the call is for operators."""
+
+    code = grpc.StatusCode.PERMISSION_DENIED
+    reason = "PERMISSION_DENIED"
 
 
 def reason_of(error: grpc.aio.AioRpcError) -> str:

@@ -1,0 +1,59 @@
+"""What a token of one run may do. Pure; tokens of the stack itself are not limited.
+
+A run's processes hold such a token, and an operator may hand one out for one run's model. Requests say whom they
+concern in a few fields of the same names everywhere; those that are filled must name the token's run (a run's model is
+called like the run). Resources that are named without their run (replicas, verifications, request ids) are protected
+by unguessable names only, and lists without a filter show all runs.
+"""
+
+from google.protobuf.message import Message
+
+from reflux_kit.errors import PermissionDenied
+
+_METHODS: dict[str, tuple[str, ...]] = {
+    "SchedulerService": (),
+    "AgentService": (),
+    "TrainerService": ("RegisterLearner",),
+}
+"""Services that take nothing but these methods from a run's token."""
+
+_RUN_FIELDS = ("run", "model_id")
+_NESTED = ("replica",)
+_NAME_PREFIXES = ("checkpoints/", "runs/")
+"""Resource names whose second segment is a run."""
+
+_FOR_ALL_WHEN_EMPTY = ("PauseFleet", "ResumeFleet")
+"""Methods that change every run when no field names one."""
+
+
+def check(method: str, request: Message, run: str) -> None:
+    """Raises `PermissionDenied` unless the call "/package.Service/Method" stays within `run`."""
+    service, _, name = method.rpartition("/")
+    allowed = _METHODS.get(service.rpartition(".")[2])
+    if allowed is not None and name not in allowed:
+        raise PermissionDenied(f"{name} needs an operator's token; this one is for the run {run!r} only", run=run)
+    named = _runs(request)
+    for path, value in named:
+        check_run(value, run, path)
+    if not named and name in _FOR_ALL_WHEN_EMPTY:
+        raise PermissionDenied(f"{name} without a model concerns all runs; the token is for {run!r} only", run=run)
+
+
+def check_run(named: str, run: str, field: str) -> None:
+    """Raises `PermissionDenied` when `field` names another run than the token's; HTTP doors call it themselves."""
+    if named != run:
+        raise PermissionDenied(f"{field} is {named[:100]!r}, but the token is for the run {run!r} only", run=run)
+
+
+def _runs(request: Message, prefix: str = "") -> list[tuple[str, str]]:
+    """Every (field, run) that the request names."""
+    found = []
+    for field, value in request.ListFields():
+        path = prefix + field.name
+        if field.name in _RUN_FIELDS:
+            found.append((path, value))
+        elif field.name in _NESTED and isinstance(value, Message):
+            found += _runs(value, path + ".")
+        elif field.name == "name" and value.startswith(_NAME_PREFIXES):
+            found.append((path, value.split("/")[1]))
+    return found
