@@ -1,0 +1,43 @@
+"""Where spans go."""
+
+import os
+import subprocess
+import sys
+from concurrent import futures
+
+import grpc
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
+
+
+class Collector(trace_service_pb2_grpc.TraceServiceServicer):
+    def __init__(self):
+        self.received = []
+
+    def Export(self, request, context):
+        self.received.append(request)
+        return trace_service_pb2.ExportTraceServiceResponse()
+
+
+def test_spans_reach_an_otlp_collector():
+    collector = Collector()
+    server = grpc.server(futures.ThreadPoolExecutor(1))
+    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(collector, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    code = (
+        "from reflux_kit import telemetry\nfrom reflux_kit.settings import ServiceSettings\n"
+        "ends = ServiceSettings().otlp_endpoint\n"
+        "p = telemetry.setup('demo', state_dir='', otlp_endpoint=ends, ratio=1.0)\n"
+        "with telemetry.span('outer', reflux__run='r'): pass\n"
+        "p.shutdown()"
+    )
+    environment = os.environ | {"REFLUX_OTLP_ENDPOINT": f"127.0.0.1:{port}"}
+    try:
+        subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=60)
+    finally:
+        server.stop(0)
+    (request,) = collector.received
+    (resource,) = request.resource_spans
+    (span,) = resource.scope_spans[0].spans
+    assert (span.name, span.attributes[0].key, span.attributes[0].value.string_value) == ("outer", "reflux.run", "r")
+    assert [a.value.string_value for a in resource.resource.attributes if a.key == "service.name"] == ["demo"]
