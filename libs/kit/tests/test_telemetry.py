@@ -1,4 +1,4 @@
-"""Where spans go."""
+"""Where spans go: a collector, a bounded local sink, and the trace of an HTTP caller."""
 
 import os
 import subprocess
@@ -7,6 +7,9 @@ from concurrent import futures
 
 import grpc
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
+from opentelemetry.sdk.trace import TracerProvider
+
+from reflux_kit import telemetry
 
 
 class Collector(trace_service_pb2_grpc.TraceServiceServicer):
@@ -41,3 +44,18 @@ def test_spans_reach_an_otlp_collector():
     (span,) = resource.scope_spans[0].spans
     assert (span.name, span.attributes[0].key, span.attributes[0].value.string_value) == ("outer", "reflux.run", "r")
     assert [a.value.string_value for a in resource.resource.attributes if a.key == "service.name"] == ["demo"]
+
+
+def test_a_full_sink_rolls_over_with_one_warning_and_keeps_the_newest_spans(tmp_path, caplog):
+    exporter = telemetry.FileExporter(tmp_path, "demo", max_bytes=2000)
+    tracer = TracerProvider().get_tracer("test")
+    for number in range(40):
+        with tracer.start_as_current_span(f"span-{number}") as span:
+            pass
+        exporter.export([span])
+    old, new = sorted(tmp_path.glob("*.jsonl"))
+    assert old.name.endswith(".1.jsonl")
+    assert max(path.stat().st_size for path in (old, new)) < 3000
+    kept = (old.read_text() + new.read_text()).splitlines()
+    assert [f'"span-{number}"' in line for number, line in enumerate(kept, 40 - len(kept))] == [True] * len(kept)
+    assert [record.levelname for record in caplog.records] == ["WARNING"]

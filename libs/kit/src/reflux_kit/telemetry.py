@@ -1,6 +1,7 @@
 """Spans: W3C context across gRPC, HTTP and Redis messages; OTLP export or a local JSON-lines sink."""
 
 import json
+import logging
 import os
 import threading
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
@@ -18,26 +19,40 @@ from opentelemetry.util.types import AttributeValue
 
 from reflux_kit.errors import StartupError
 
+log = logging.getLogger(__name__)
+
 _W3C = TraceContextTextMapPropagator()
 _MAX_SINK_BYTES = 256 << 20
 
 
 class FileExporter(SpanExporter):
-    """Appends spans as JSON lines to one file per process; stops at 256 MiB instead of filling the disk."""
+    """Appends spans as JSON lines to one file per process; above `max_bytes` it goes on in a new file and keeps one
+    old one (`.1.jsonl`), so that the newest spans are there and the disk does not fill up.
+    """
 
-    def __init__(self, folder: Path, service: str) -> None:
+    def __init__(self, folder: Path, service: str, max_bytes: int = _MAX_SINK_BYTES) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._path = folder / f"{service}-{os.getpid()}.jsonl"
         self._lock = threading.Lock()
         self._service = service
+        self._max_bytes = max_bytes
+        self._warned = False
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         lines = "".join(json.dumps(self._record(span)) + "\n" for span in spans)
-        with self._lock, self._path.open("a") as file:
-            if file.tell() > _MAX_SINK_BYTES:
-                return SpanExportResult.FAILURE
-            file.write(lines)
+        with self._lock:
+            with self._path.open("a") as file:
+                file.write(lines)
+                full = file.tell() > self._max_bytes
+            if full:
+                self._roll_over()
         return SpanExportResult.SUCCESS
+
+    def _roll_over(self) -> None:
+        self._path.replace(self._path.with_suffix(".1.jsonl"))
+        if not self._warned:
+            log.warning("%s is full: of its spans only the newest are kept from now on", self._path)
+        self._warned = True
 
     def _record(self, span: ReadableSpan) -> dict[str, object]:
         context = span.get_span_context()
