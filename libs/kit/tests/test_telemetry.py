@@ -5,11 +5,17 @@ import subprocess
 import sys
 from concurrent import futures
 
+import aiohttp
 import grpc
+from aiohttp import web
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 from opentelemetry.sdk.trace import TracerProvider
 
 from reflux_kit import telemetry
+from reflux_kit.server import Service, running
+from reflux_kit.settings import ServiceSettings
+
+TRACE = "0af7651916cd43dd8448eb211c80319c"
 
 
 class Collector(trace_service_pb2_grpc.TraceServiceServicer):
@@ -59,3 +65,20 @@ def test_a_full_sink_rolls_over_with_one_warning_and_keeps_the_newest_spans(tmp_
     kept = (old.read_text() + new.read_text()).splitlines()
     assert [f'"span-{number}"' in line for number, line in enumerate(kept, 40 - len(kept))] == [True] * len(kept)
     assert [record.levelname for record in caplog.records] == ["WARNING"]
+
+
+async def test_http_handlers_join_the_trace_of_their_own_request_only():
+    seen = []
+
+    async def handler(request):
+        seen.append(telemetry.traceparent())
+        return web.Response()
+
+    app = web.Application()
+    app.router.add_get("/", handler)
+    settings = ServiceSettings(http_listen="127.0.0.1:0", drain_seconds=0)
+    async with running(Service((), app), settings) as bound, aiohttp.ClientSession(f"http://{bound.http}") as session:
+        for headers in ({"traceparent": f"00-{TRACE}-b7ad6b7169203331-01"}, {}):
+            async with session.get("/", headers=headers) as response:
+                assert response.status == 200
+    assert [TRACE in one for one in seen] == [True, False]

@@ -127,6 +127,7 @@ async def _http(service: Service, settings: ServiceSettings) -> AsyncIterator[st
         app.router.add_get("/metrics", _metrics)
     if "/healthz" not in paths:
         app.router.add_get("/healthz", _healthz)
+    app.middlewares.insert(0, _traced)
     runner = web.AppRunner(app, shutdown_timeout=settings.drain_seconds, handler_cancellation=True)
     await runner.setup()
     host, _, port = settings.http_listen.rpartition(":")
@@ -140,6 +141,13 @@ async def _http(service: Service, settings: ServiceSettings) -> AsyncIterator[st
         yield f"{host}:{runner.addresses[0][1]}"
     finally:
         await runner.cleanup()
+
+
+@web.middleware
+async def _traced(request: web.Request, handler: Callable[..., Any]) -> web.StreamResponse:
+    """The caller's trace for the time of the request; one task serves all requests of a connection."""
+    with telemetry.joined(request.headers):
+        return await handler(request)
 
 
 async def _metrics(_request: web.Request) -> web.Response:

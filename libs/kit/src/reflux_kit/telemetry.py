@@ -120,6 +120,17 @@ def extract(parent: str) -> otel_context.Context:
     return _W3C.extract({"traceparent": parent})
 
 
+@contextmanager
+def joined(carrier: Mapping[str, str]) -> Iterator[None]:
+    """Makes the carrier's context the current one inside the block; without a traceparent nothing changes."""
+    token = otel_context.attach(_W3C.extract(carrier)) if "traceparent" in carrier else None
+    try:
+        yield
+    finally:
+        if token is not None:
+            otel_context.detach(token)
+
+
 def attach(carrier: Mapping[str, str]) -> None:
     """Makes the carrier's context the current one for the rest of this task."""
     if "traceparent" in carrier:
