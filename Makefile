@@ -1,4 +1,4 @@
-# The same words everywhere: docs/commands.md explains each.
+# The same words everywhere: README.md lists them.
 SHELL := bash
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -7,7 +7,7 @@ export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE := 1
 
-.PHONY: setup demo demo-seeds test soak check protos format bench clean
+.PHONY: setup demo demo-seeds test soak check protos format clean
 
 setup:
 	@bash deploy/setup.sh $(VENV)

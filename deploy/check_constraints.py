@@ -2,6 +2,7 @@
 
 import re
 import sys
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 
@@ -9,6 +10,34 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 BASICS = {"pip", "setuptools", "wheel"}
+
+
+def only_through_torch() -> set[str]:
+    """Distributions that only torch asks for: a build for another platform (CUDA) brings others than the tested one."""
+    needed = {canonicalize_name(found.metadata["Name"]): _needs(found) for found in metadata.distributions()}
+    tools = {
+        canonicalize_name(Requirement(line).name) for line in Path("deploy/requirements-dev.txt").read_text().split()
+    }
+    ours = tools | {name for name in needed if name.startswith("reflux-")}
+    return _reached({"torch"}, needed) - _reached(ours, needed | {"torch": set()}) - {"torch"}
+
+
+def _needs(distribution: metadata.Distribution) -> set[str]:
+    found = map(Requirement, distribution.requires or ())
+    return {
+        canonicalize_name(each.name) for each in found if each.marker is None or each.marker.evaluate({"extra": ""})
+    }
+
+
+def _reached(start: set[str], needed: Mapping[str, set[str]]) -> set[str]:
+    done: set[str] = set()
+    todo = list(start)
+    while todo:
+        name = todo.pop()
+        if name not in done:
+            done.add(name)
+            todo.extend(needed.get(name, ()))
+    return done
 
 
 def main() -> int:
@@ -20,10 +49,11 @@ def main() -> int:
         for found in metadata.distributions()
         if not found.metadata["Name"].startswith("reflux")
     }
+    free = BASICS | only_through_torch()
     problems = [
         f"{name}=={version} is installed, constraints.txt says {pins.get(name, 'nothing')}"
         for name, version in sorted(installed.items())
-        if name not in BASICS and (name not in pins or not pins[name].specifier.contains(version))
+        if name not in free and (name not in pins or not pins[name].specifier.contains(version))
     ]
     unused = [pin for name, pin in sorted(pins.items()) if name not in installed and not pin.marker]
     problems += [f"{pin} is pinned and not needed" for pin in unused]

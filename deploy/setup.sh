@@ -3,7 +3,7 @@
 set -euo pipefail
 venv=$1
 stamp="$venv/.ready"
-wanted=$(cat constraints.txt deploy/setup.sh libs/*/pyproject.toml services/*/pyproject.toml | sha256sum | cut -d' ' -f1)
+wanted=$(cat constraints.txt deploy/setup.sh deploy/requirements-dev.txt libs/*/pyproject.toml services/*/pyproject.toml | sha256sum | cut -d' ' -f1)
 [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ] && exit 0
 
 apt_install() { # installs a system package when we may, otherwise says what will be skipped
