@@ -121,7 +121,7 @@ async def test_deadline_ends_the_wait_even_in_a_pause():
 
 
 async def test_unknown_model_and_full_queue_are_told_apart():
-    made = dispatcher(wait_seconds=0.01, max_held=1)
+    made = dispatcher(wait_seconds=0, max_held=1)
     with pytest.raises(UnknownModel):
         await collect(made, want(model_id="other"), answer)
     made.fleet.pause()
@@ -132,6 +132,21 @@ async def test_unknown_model_and_full_queue_are_told_apart():
     made.fleet.resume()
     made.changes.notify()
     assert await first == ["replicas/0"]
+
+
+async def test_a_model_whose_replicas_are_gone_is_unavailable_not_unknown():
+    made = dispatcher(1, wait_seconds=0)
+    made.table.remove("replicas/0")
+    with pytest.raises(NoReplica, match="there now"):
+        await collect(made, want(), answer)
+
+
+async def test_a_fresh_gateway_calls_no_model_unknown_until_replicas_had_time_to_register():
+    made = dispatcher(0, wait_seconds=0.05)
+    with pytest.raises(NoReplica, match="there now"):
+        await collect(made, want(), answer)
+    with pytest.raises(UnknownModel):
+        await collect(made, want(), answer)
 
 
 async def test_abort_while_held_leaves_as_cancelled():

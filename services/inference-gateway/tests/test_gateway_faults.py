@@ -229,7 +229,7 @@ async def test_watch_shows_pause_and_replicas_after_each_change():
 
 
 async def test_unknown_heartbeat_asks_for_registration_and_unknown_names_are_not_found():
-    async with gateway(replica_wait_seconds=0.05) as door:
+    async with gateway(replica_wait_seconds=0) as door:
         replica = Replica(name="replicas/x", model_id="m", grpc_address="a:1", role=Replica.ROLE_BOTH)
         assert (await door.stub.Heartbeat(pb.HeartbeatRequest(replica=replica), timeout=5)).register_again
         with pytest.raises(grpc.aio.AioRpcError) as caught:

@@ -85,6 +85,7 @@ class Dispatcher:
         self.changes = Changes()
         self._policies: dict[str, RoutingPolicy] = {}
         self._waits: dict[str, set[asyncio.Timeout]] = {}
+        self._started = self.clock()
 
     async def stream(self, want: Want, send: Callable[[Replica], AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
         """Yields what `send(replica)` yields; a replica that is lost before the first item is replaced once.
@@ -180,7 +181,7 @@ class Dispatcher:
             left = deadline - started
             patience = left if paused else min(left, self.replica_wait_seconds - waited_seconds)
             if patience <= 0 or not await self.changes.wait(patience):
-                raise self._nobody(want, paused)
+                raise self._nobody(want, paused, deadline - want.deadline_seconds)
             waited_seconds += 0.0 if paused else self.clock() - started
 
     def _pick(self, want: Want, attempts: Attempts) -> Replica | None:
@@ -194,18 +195,24 @@ class Dispatcher:
                 return self.table.get(policy.choose([entry.candidate() for entry in fitting]))
         return None
 
-    def _nobody(self, want: Want, paused: bool) -> NoReplica | UnknownModel:
+    def _nobody(self, want: Want, paused: bool, entered: float) -> NoReplica | UnknownModel:
         entries = self.table.entries(want.model_id)
         if paused:
             return NoReplica(f"the fleet of {want.model_id!r} stayed paused until the deadline", state="paused")
         if not entries:
-            return UnknownModel(f"no replica serves the model {want.model_id!r}", model=want.model_id)
+            return self._absent(want.model_id, entered)
         newest = max(entry.info.version for entry in entries)
         return NoReplica(
             f"no replica of {want.model_id!r} took the request in time: {len(entries)} known, newest version {newest}, "
             f"asked for at least {want.min_version}",
             state="waiting",
         )
+
+    def _absent(self, model_id: str, entered: float) -> NoReplica | UnknownModel:
+        """Replicas that died, or that a restarted gateway has not heard yet, are no mistake of the caller."""
+        if self.table.ever_served(model_id) or entered < self._started + self.replica_wait_seconds:
+            return NoReplica(f"no replica of {model_id!r} is there now", state="absent")
+        return UnknownModel(f"no replica serves the model {model_id!r}", model=model_id)
 
 
 def _why_not_again(attempts: Attempts) -> str:

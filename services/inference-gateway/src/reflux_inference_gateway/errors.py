@@ -10,13 +10,14 @@ class Overloaded(CapacityExhausted):
 
 
 class UnknownModel(NotFound):
-    """No replica ever registered this model."""
+    """No replica registered this model since the gateway's start, and it has waited long enough for one."""
 
     reason = "UNKNOWN_MODEL"
 
 
 class NoReplica(Unavailable):
-    """No fitting replica took the request before its deadline; `state` says whether the fleet was paused."""
+    """No fitting replica took the request before its deadline; `state` is "paused", "waiting" (there are some, but
+    too old or lost) or "absent"."""
 
     reason = "NO_REPLICA"
 

@@ -71,6 +71,7 @@ class ReplicaTable:
     forget_seconds: float = 60.0
     _replicas: dict[str, Replica] = field(default_factory=dict)
     _next_order: int = 0
+    _ever_served: set[str] = field(default_factory=set)
 
     def register(self, info: ReplicaInfo, now_seconds: float) -> Replica:
         """Adds a replica or refreshes its entry; counts of requests in flight survive a second registration."""
@@ -80,6 +81,7 @@ class ReplicaTable:
             self._next_order += 1
             self._replicas[info.name] = entry
         entry.info, entry.seen_seconds, entry.state = info, now_seconds, State.READY
+        self._ever_served.add(info.model_id)
         return entry
 
     def heartbeat(self, info: ReplicaInfo, now_seconds: float) -> bool:
@@ -154,6 +156,10 @@ class ReplicaTable:
     def models(self) -> list[str]:
         """Models with an entry, in order of first registration."""
         return list(dict.fromkeys(entry.info.model_id for entry in self._replicas.values()))
+
+    def ever_served(self, model_id: str) -> bool:
+        """True when a replica of the model registered since the start, forgotten ones included."""
+        return model_id in self._ever_served
 
     def routable(
         self, model_id: str, *, min_version: int = 0, excluded: Iterable[str] = (), http: bool = False
