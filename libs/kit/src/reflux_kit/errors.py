@@ -47,6 +47,13 @@ class NotFound(ServiceError, LookupError):
     reason = "NOT_FOUND"
 
 
+class AlreadyExists(ServiceError):
+    """Another resource has this name."""
+
+    code = grpc.StatusCode.ALREADY_EXISTS
+    reason = "ALREADY_EXISTS"
+
+
 class WrongState(ServiceError):
     """The resource exists, but its state does not allow the call."""
 
