@@ -424,6 +424,28 @@ async def test_both_doors_refuse_calls_without_the_token():
             assert response.status == 200
 
 
+async def test_a_runs_token_reaches_the_runs_own_model_only():
+    secret = "a secret of the stack, long enough"
+
+    async def answer(request):
+        return web.json_response({})
+
+    headers = {"Authorization": f"Bearer {mint(secret, 'researcher', run='mine')}"}
+    async with gateway(stack_secret=secret) as door, http_server(answer) as url:
+        metadata = (("authorization", f"Bearer {mint(secret, 'engine')}"),)
+        for model in ("mine", "other"):
+            replica = Replica(name=f"replicas/{model}", model_id=model, http_url=url, role=Replica.ROLE_BOTH)
+            await door.stub.RegisterReplica(pb.RegisterReplicaRequest(replica=replica), metadata=metadata, timeout=5)
+        for model, status in (("mine", 200), ("other", 403)):
+            body = {"model": model, "prompt": "x"}
+            async with door.http.post("/v1/completions", json=body, headers=headers) as response:
+                assert response.status == status
+                answered = await response.json()
+            async with door.http.get(f"/v1/models/{model}", headers=headers) as response:
+                assert response.status == status
+        assert (answered["error"]["type"], answered["error"]["code"]) == ("permission_error", "permission_denied")
+
+
 async def test_every_method_answers_empty_and_random_requests_with_a_status(caplog):
     draw = random.Random(11)
     messages = [b""] + [draw.randbytes(draw.randint(1, 60)) for _ in range(12)]

@@ -7,6 +7,7 @@ import random
 import aiohttp
 import grpc
 import pytest
+from aiohttp.test_utils import TestClient, TestServer
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
@@ -18,6 +19,7 @@ from reflux_inference_gateway.engine.openai_request import parse_call
 from reflux_inference_gateway.engine.tokenizer import TextTokenizer
 from reflux_inference_gateway.engine.types import ModelLimits, sample_seed
 from reflux_inference_gateway.openai_errors import ApiError
+from reflux_kit import auth
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 LIMITS = ModelLimits(vocab_size=40, max_model_len=96)
@@ -257,3 +259,13 @@ def test_unknown_fields_are_ignored_and_neutral_ones_accepted(model_folder):
 def test_engine_door_serves_the_routes_of_other_engines():
     routes = {resource.canonical for resource in EngineDoor(*[None] * 4, "", 1024).application().router.resources()}
     assert {"/v1/completions", "/v1/chat/completions", "/v1/models", "/health"} <= routes
+
+
+async def test_an_engine_refuses_tokens_of_other_runs():
+    secret = "a secret of the stack, long enough"
+    door = EngineDoor(None, None, LIMITS, "mine", secret, 1024)
+    async with TestClient(TestServer(door.application())) as client:
+        for run, status in (("mine", 200), ("other", 403), ("", 200)):
+            headers = {"Authorization": f"Bearer {auth.mint(secret, 'researcher', run=run)}"}
+            async with client.get("/v1/models", headers=headers) as response:
+                assert response.status == status

@@ -23,8 +23,8 @@ from reflux_inference_gateway.engine.types import (
     sample_seed,
 )
 from reflux_inference_gateway.openai_errors import ApiError
-from reflux_kit import auth
-from reflux_kit.errors import Unauthenticated
+from reflux_kit import auth, scope
+from reflux_kit.errors import PermissionDenied, Unauthenticated
 
 _OPEN_PATHS = ("/health", "/healthz", "/metrics")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -32,7 +32,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 @dataclass
 class EngineDoor:
-    """Owns the routes of one engine."""
+    """Owns the routes of one engine. A run's token opens all of them at the run's own engines, and none elsewhere."""
 
     engine: EngineLoop
     tokenizer: TextTokenizer
@@ -156,6 +156,8 @@ class EngineDoor:
             return error.response()
         except Unauthenticated as error:
             return ApiError(401, str(error), code="invalid_api_key").response()
+        except PermissionDenied as error:
+            return ApiError(403, str(error), code="permission_denied").response()
         except QueueFull as error:
             return ApiError(429, str(error), code="overloaded", retry_after_seconds=1).response()
         except EngineStopped as error:
@@ -166,7 +168,9 @@ class EngineDoor:
     @web.middleware
     async def _token(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         if self.stack_secret and request.path not in _OPEN_PATHS:
-            auth.from_header(self.stack_secret, request.headers.get("Authorization"))
+            claims = auth.from_header(self.stack_secret, request.headers.get("Authorization"))
+            if claims.run:
+                scope.check_run(self.model_id, claims.run, "model")
         return await handler(request)
 
 

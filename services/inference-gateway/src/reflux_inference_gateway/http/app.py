@@ -18,19 +18,23 @@ from reflux_inference_gateway.http.upstream import Head, Part, send
 from reflux_inference_gateway.openai_errors import ApiError
 from reflux_inference_gateway.replicas import Replica
 from reflux_inference_gateway.settings import GatewaySettings
-from reflux_kit import auth, telemetry
-from reflux_kit.errors import ServiceError, Unauthenticated
+from reflux_kit import auth, scope, telemetry
+from reflux_kit.errors import PermissionDenied, ServiceError, Unauthenticated
 
 log = logging.getLogger(__name__)
 
 _MIN_VERSION = "X-Reflux-Min-Version"
 _OPEN_PATHS = ("/healthz", "/metrics")
+_RUN = "reflux.run"
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 @dataclass
 class OpenAiDoor:
-    """Owns the routes; both doors share the dispatcher."""
+    """Owns the routes; both doors share the dispatcher.
+
+    A run's token reaches the run's own model only, which is called like the run; the list of models is open to it.
+    """
 
     dispatcher: Dispatcher
     session: aiohttp.ClientSession
@@ -53,6 +57,7 @@ class OpenAiDoor:
     async def model(self, request: web.Request) -> web.Response:
         """One model, or 404."""
         name = request.match_info["model"]
+        _check_scope(request, name)
         if name not in self.dispatcher.table.models():
             raise _unknown(name)
         return web.json_response(_model(name))
@@ -61,6 +66,7 @@ class OpenAiDoor:
         """Relays a completion or chat request to a replica."""
         body = await _read(request)
         shadow = read_shadow(body)
+        _check_scope(request, shadow.model)
         await self._known(shadow.model)
         want = Want(
             model_id=shadow.model,
@@ -133,8 +139,13 @@ class OpenAiDoor:
     @web.middleware
     async def _token(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         if self.settings.stack_secret and request.path not in _OPEN_PATHS:
-            auth.from_header(self.settings.stack_secret, request.headers.get("Authorization"))
+            request[_RUN] = auth.from_header(self.settings.stack_secret, request.headers.get("Authorization")).run
         return await handler(request)
+
+
+def _check_scope(request: web.Request, model: str) -> None:
+    if run := request.get(_RUN):
+        scope.check_run(model, run, "model")
 
 
 async def _read(request: web.Request) -> bytes:
@@ -167,6 +178,8 @@ def _as_api_error(error: ServiceError) -> ApiError:
     match error:
         case Unauthenticated():
             return ApiError(401, str(error), code="invalid_api_key")
+        case PermissionDenied():
+            return ApiError(403, str(error), code="permission_denied")
         case UnknownModel():
             return ApiError(404, str(error), param="model", code="model_not_found")
         case Overloaded():
