@@ -1,4 +1,5 @@
 import pytest
+from prometheus_client import REGISTRY
 
 from reflux_transfer.errors import BackendUnavailable
 from reflux_transfer.probe import probe
@@ -25,3 +26,9 @@ def test_without_ucx_shm_is_chosen_and_the_reason_is_kept() -> None:
 def test_a_configured_backend_that_does_not_work_is_an_error() -> None:
     with pytest.raises(BackendUnavailable, match="configured"):
         probe(TransferSettings(backend="ucx", ucx_library=BROKEN))
+
+
+def test_the_choice_is_a_metric() -> None:
+    probe(TransferSettings(backend="shm"))
+    values = {name: REGISTRY.get_sample_value("reflux_transfer_chosen", {"backend": name}) for name in ("shm", "ucx")}
+    assert values == {"shm": 1.0, "ucx": 0.0}

@@ -25,6 +25,7 @@ _PREFERENCE = ("ucx", "shm")
 _RATE = Gauge(
     "reflux_transfer_self_test_bytes_per_second", "Rate of the start-up self-test, 0 if it failed", ["backend"]
 )
+_CHOSEN = Gauge("reflux_transfer_chosen", "1 for the backend that the start-up probe chose", ["backend"])
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,8 @@ def probe(settings: TransferSettings | None = None) -> Choice:
         if name is None:
             raise BackendUnavailable(f"no transfer backend works here ({report})")
         choice = Choice(name, f"first working one of {', '.join(_PREFERENCE)}", statuses)
+    for status in statuses:
+        _CHOSEN.labels(status.name).set(status.name == choice.name)
     log.info("transfer backend %s (%s): %s", choice.name, choice.reason, report)
     return choice
 
