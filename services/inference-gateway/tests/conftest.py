@@ -153,7 +153,7 @@ def fleet(model_folder, tmp_path_factory):
 @pytest.fixture
 def start_engine(tmp_path):
     """Starts an engine process."""
-    return lambda folder, gateway: EngineProcess(folder, gateway, tmp_path / "engine.log")
+    return lambda folder, gateway, **settings: EngineProcess(folder, gateway, tmp_path / "engine.log", **settings)
 
 
 @pytest.fixture

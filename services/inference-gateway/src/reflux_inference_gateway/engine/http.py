@@ -23,7 +23,7 @@ from reflux_inference_gateway.engine.types import (
     sample_seed,
 )
 from reflux_inference_gateway.openai_errors import ApiError
-from reflux_kit import auth, scope
+from reflux_kit import auth, scope, telemetry
 from reflux_kit.errors import PermissionDenied, Unauthenticated
 
 _OPEN_PATHS = ("/health", "/healthz", "/metrics")
@@ -78,6 +78,11 @@ class EngineDoor:
             raise ApiError(413, f"the body exceeds {self.max_body_bytes} bytes", code="body_too_large") from error
         call = await asyncio.to_thread(parse_call, kind, body, self.model_id, self.tokenizer, self.limits)
         call_id = ("cmpl-" if kind == "completion" else "chatcmpl-") + uuid.uuid4().hex
+        samples, tokens = len(call.prompts) * call.num_samples, sum(map(len, call.prompts))
+        with telemetry.span("engine.generate", samples=samples, prompt_tokens=tokens):
+            return await self._generate(request, call, call_id)
+
+    async def _generate(self, request: web.Request, call: CompletionCall, call_id: str) -> web.StreamResponse:
         writer = ResponseWriter(call, call_id, self.model_id, self.tokenizer)
         if call.stream:
             return await self._stream(request, call, writer)
