@@ -1,4 +1,4 @@
-"""What an operator sees of one request: a trace over processes."""
+"""What an operator sees of one request: a trace over processes, and the engine's choice of transport."""
 
 import asyncio
 import json
@@ -31,14 +31,16 @@ async def test_a_traced_request_joins_gateway_and_engine(
     gateway_process, start_engine, model_folder, ready_replicas, tmp_path
 ):
     process, address, url = gateway_process
-    engine = start_engine(model_folder, address)
+    engine = start_engine(model_folder, address, WEIGHTS="broker")  # nobody is the broker here: it stays at version 0
     try:
-        await ready_replicas(address, "tiny", 1)
+        (replica,) = await ready_replicas(address, "tiny", 1)
         async with aiohttp.ClientSession() as session:
             body = {"model": "tiny", "prompt": "abc", "max_tokens": 3}
             headers = {"traceparent": f"00-{TRACE}-b7ad6b7169203331-01"}
             async with session.post(f"{url}/v1/completions", json=body, headers=headers) as response:
                 assert response.status == 200, await response.text()
+            async with session.get(f"{replica.http_url}/metrics") as response:
+                metrics = await response.text()
     finally:
         engine.stop()
         process.terminate()
@@ -48,3 +50,5 @@ async def test_a_traced_request_joins_gateway_and_engine(
         spans |= {span["name"]: span for span in map(json.loads, path.read_text().splitlines())}
     assert spans["gateway.http"]["trace_id"] == spans["engine.generate"]["trace_id"] == TRACE
     assert spans["engine.generate"]["parent_id"] == spans["gateway.http"]["span_id"]
+    assert len(re.findall(r'reflux_transfer_chosen\{backend="\w+"\} 1.0', metrics)) == 1
+    assert "transfer backend" in engine.log.read_text()

@@ -18,7 +18,7 @@ from reflux_inference_gateway.engine.replica import Description, Fatal
 from reflux_inference_gateway.engine.servicer import SERVICE_NAME, EngineServicer
 from reflux_inference_gateway.engine.settings import EngineSettings
 from reflux_inference_gateway.engine.types import ModelLimits
-from reflux_inference_gateway.engine.weights import following
+from reflux_inference_gateway.engine.weights import following, probe_transfer
 from reflux_kit.server import Bound, Mount, Service, serve
 
 _GIL_SWITCH_SECONDS = 0.0005
@@ -28,6 +28,8 @@ _GIL_SWITCH_SECONDS = 0.0005
 async def build(settings: EngineSettings) -> AsyncIterator[Service]:
     """Owns the model, the engine's thread, and the links to gateway and broker."""
     torch.set_num_threads(settings.threads)
+    if settings.weights == "broker":
+        await probe_transfer()
     model = load_model(settings)
     options = core_options(settings, model.config)
     model_id = settings.model_id or settings.run or model.folder.resolve().name

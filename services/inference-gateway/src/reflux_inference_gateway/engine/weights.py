@@ -1,6 +1,7 @@
 """Follows the weight broker: new versions are pulled into the idle arena and become current between decode steps."""
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
@@ -14,7 +15,21 @@ from reflux_model.parameters import Parameters
 from reflux_transfer.arena import ReplicaArenas
 from reflux_transfer.client.subscriber import BrokerSubscriber, Update
 from reflux_transfer.client.wire import RETRY
+from reflux_transfer.errors import BackendUnavailable
 from reflux_transfer.layout import Layout
+from reflux_transfer.probe import probe
+
+log = logging.getLogger(__name__)
+
+
+async def probe_transfer() -> None:
+    """Logs which transports this host has and would choose. Without any the replica starts all the same: the publisher
+    chooses, and a pull that cannot work fails the sync with its reason.
+    """
+    try:
+        await asyncio.to_thread(probe)
+    except BackendUnavailable as error:
+        log.error("%s", error)
 
 
 def layout_of(params: Parameters) -> Layout:
