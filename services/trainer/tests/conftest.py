@@ -29,3 +29,20 @@ async def redis_client(valkey_url):
 @pytest.fixture
 def run_id():
     return f"run-{uuid4().hex[:8]}"
+
+
+@pytest.fixture
+async def world(valkey_url, tmp_path, monkeypatch):
+    import counting_task
+    from trainer_peers import serving
+    from trainer_world import World
+
+    counting_task.register(monkeypatch)
+    async with open_redis(valkey_url) as client:
+        await client.flushdb()
+    made = World(valkey_url, tmp_path)
+    async with serving(
+        made.scheduler, made.gateway, made.sandbox, made.checkpoints, made.broker, made.learner
+    ) as address:
+        made.peers = address
+        yield made

@@ -219,6 +219,7 @@ class Scheduler(scheduler_grpc.SchedulerServiceServicer):
         self.changed = asyncio.Event()
         self.cancelled = asyncio.Event()
         self.created = asyncio.Event()
+        self.hold = None
         self.roles = []
 
     def end(self, message):
@@ -235,6 +236,8 @@ class Scheduler(scheduler_grpc.SchedulerServiceServicer):
 
     async def CancelJob(self, request, context):
         self.cancelled.set()
+        if self.hold is not None:
+            await self.hold.wait()
         return scheduler.CancelJobResponse(job=self.job)
 
     async def ExplainJob(self, request, context):

@@ -28,10 +28,12 @@ async def build(settings: TrainerSettings) -> AsyncIterator[Service]:
         redis = await stack.enter_async_context(open_redis(settings.redis_url))
         peers = await stack.enter_async_context(open_peers(redis, settings))
         store = RunStore(redis)
-        supervisor = await stack.enter_async_context(Supervisor(peers, store))
+        supervisor = Supervisor(peers, store)
         servicer = TrainerServicer(supervisor, store, peers.learners)
         mount = Mount(servicer, add_TrainerServiceServicer_to_server, SERVICE_NAME)
-        yield Service(mounts=(mount,), http=application(supervisor, store, settings.stack_secret))
+        # Runs are taken up when the addresses are ours, not before: see Supervisor.
+        app = application(supervisor, store, settings.stack_secret)
+        yield Service(mounts=(mount,), http=app, attend=lambda _bound: supervisor)
 
 
 def main() -> None:

@@ -147,9 +147,14 @@ class RunProcesses:
 
     async def cancel(self) -> None:
         """Stops the processes; an error is logged, the scheduler's lease ends them in the end."""
-        if not self.job:
-            return
-        try:
-            await self._peers.scheduler.CancelJob(pb.CancelJobRequest(name=self.job), timeout=15.0, wait_for_ready=True)
-        except grpc.aio.AioRpcError as error:
-            log.warning("%s could not be cancelled: %s", self.job, error.details())
+        await cancel_job(self._peers, self.job)
+
+
+async def cancel_job(peers: Peers, job: str) -> None:
+    """Stops the processes of `job` ("" is none); a scheduler that refuses is logged, not raised."""
+    if not job:
+        return
+    try:
+        await peers.scheduler.CancelJob(pb.CancelJobRequest(name=job), timeout=15.0, wait_for_ready=True)
+    except grpc.aio.AioRpcError as error:
+        log.warning("%s could not be cancelled: %s", job, error.details())

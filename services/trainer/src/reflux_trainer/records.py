@@ -36,6 +36,10 @@ class RunRecord:
     created_at: float = 0.0
     ended_at: float = 0.0
     attempt: int = 1
+    reached: int = 0
+    """Last logged learner operation when the present attempt began."""
+    fruitless: int = 0
+    """Consecutive earlier attempts that logged no further operation."""
     job: str = ""
     folder: str = ""
 

@@ -23,7 +23,7 @@ class TrainerSettings(ServiceSettings):
     """Time for a run's processes to be placed, started and registered."""
 
     max_attempts: int = Field(default=5, ge=1)
-    """Starts of one run, restarts after crashes of the trainer included."""
+    """Consecutive attempts without a new step after which a run is given up."""
 
     @property
     def runs_folder(self) -> Path:

@@ -58,6 +58,10 @@ class RunStore:
         """Training steps that are decided."""
         return int(await self._redis.hget(RunKeys(run).cursor, "step") or 0)
 
+    async def operation(self, run: str) -> int:
+        """Last logged learner operation, warm-up included."""
+        return int(await self._redis.hget(RunKeys(run).cursor, "op_id") or 0)
+
     async def update(self, run: str, change: Callable[[RunRecord], RunRecord]) -> RunRecord:
         """Applies `change` to the present record; it may run more than once. Raises NotFound, and what it raises."""
         for _ in range(_TRIES):

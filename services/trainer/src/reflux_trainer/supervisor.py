@@ -1,81 +1,127 @@
 """Owns the running attempts: starts new runs, takes up unfinished ones by itself, ends each with its cause."""
 
 import asyncio
-import contextvars
 import hashlib
 import logging
 import time
 from dataclasses import replace
+from weakref import WeakValueDictionary
 
 import grpc
 
 from reflux.checkpoint.v1 import checkpoint_service_pb2 as checkpoint_pb
-from reflux_kit.errors import InvalidRequest, NotFound, WrongState
+from reflux_kit.errors import InvalidRequest, NotFound, ServiceError, WrongState
 from reflux_runs.config import RunConfig
-from reflux_runs.errors import ConfigError
 from reflux_runs.load import load_file
 from reflux_runs.preflight import preflight
 from reflux_tasks.options import InvalidOption
-from reflux_trainer.control import Control
-from reflux_trainer.lifecycle import Attempt
-from reflux_trainer.metrics import RUNS_ENDED
+from reflux_trainer.active import ActiveRun, end
 from reflux_trainer.peers import Peers
 from reflux_trainer.problems import catalog
-from reflux_trainer.records import RunRecord, State
+from reflux_trainer.processes import cancel_job
+from reflux_trainer.records import RunRecord
 from reflux_trainer.store import RunStore
 
 log = logging.getLogger(__name__)
+_STOP_SECONDS = 5.0
+"""Time for ends of runs to get on record when the trainer stops."""
 
 
 class Supervisor:
-    """All runs of this trainer. Use it inside `async with`: leaving it stops the attempts, not their runs."""
+    """All runs of this trainer. Leaving its `async with` stops the attempts, not their runs.
+
+    Enter it once the trainer's address is bound, so that a second trainer on the same address takes nothing over.
+    """
 
     def __init__(self, peers: Peers, store: RunStore) -> None:
         self._peers = peers
         self._store = store
-        self._attempts: dict[str, asyncio.Task[None]] = {}
-        self._controls: dict[str, Control] = {}
-        self._cancelled: set[str] = set()
+        self._active: dict[str, ActiveRun] = {}
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     async def __aenter__(self) -> "Supervisor":
         for record in await self._store.unfinished():
-            if record.attempt >= self._peers.settings.max_attempts:
-                await self._end(record.run, "FAILED", f"gave up after {record.attempt} attempts: {record.message}")
-            else:
-                log.info("taking up run %s, attempt %d", record.run, record.attempt + 1)
-                self._begin(await self._store.update(record.run, _again))
+            async with self._lock(record.run):
+                if record.run not in self._active:
+                    await self._take_up(record)
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        for task in self._attempts.values():
-            task.cancel()
-        await asyncio.gather(*self._attempts.values(), return_exceptions=True)
+        tasks = [active.task for active in self._active.values()]
+        for active in self._active.values():
+            active.stop()
+        if tasks:
+            _, late = await asyncio.wait(tasks, timeout=_STOP_SECONDS)
+            for task in late:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _take_up(self, record: RunRecord) -> None:
+        reached = await self._store.operation(record.run)
+        fruitless = 0 if reached > record.reached else record.fruitless + 1
+        if fruitless >= self._peers.settings.max_attempts:
+            await cancel_job(self._peers, record.job)
+            text = f"gave up after {fruitless} attempts without a new step: {record.message or 'the trainer restarted'}"
+            await end(self._store, record.run, "FAILED", text, attempt=record.attempt)
+            return
+
+        def again(found: RunRecord) -> RunRecord:
+            if found.ended or found.attempt != record.attempt:
+                raise WrongState(f"run {record.run} was changed meanwhile")
+            return replace(found.to("PENDING"), attempt=found.attempt + 1, reached=reached, fruitless=fruitless)
+
+        try:
+            taken = await self._store.update(record.run, again)
+        except ServiceError as error:  # ended or taken over by another trainer in this moment
+            log.info("not taking up run %s: %s", record.run, error)
+            return
+        log.info("taking up run %s, attempt %d", record.run, taken.attempt)
+        self._begin(taken)
+
+    def _lock(self, run: str) -> asyncio.Lock:
+        """Whoever starts an attempt of `run` holds it."""
+        lock = self._locks.get(run)
+        if lock is None:
+            lock = self._locks[run] = asyncio.Lock()
+        return lock
 
     async def create(self, config: RunConfig, request_id: str) -> RunRecord:
         """Checks a configuration and starts its run; the same `request_id` gives the same run. Raises ConfigError."""
         await self._check(config)
         run = f"{config.name}-{hashlib.blake2b(request_id.encode(), digest_size=4).hexdigest()}"
-        return await self._create(run, config)
+        async with self._lock(run):
+            return await self._create(run, config)
 
     async def resume(self, run: str, config: RunConfig | None = None) -> RunRecord:
         """Continues a paused, failed or cancelled run, or one that only its checkpoints remember.
 
         Raises NotFound, WrongState or ConfigError.
         """
-        try:
-            record = await self._store.get(run)
-        except NotFound:
-            return await self._resume_forgotten(run, config)
-        if not record.ended:
-            return await self.unpause(run)
-        config = config or record.config
+        async with self._lock(run):
+            try:
+                record = await self._store.get(run)
+            except NotFound:
+                return await self._resume_forgotten(run, config)
+            if not record.ended:
+                return await self.unpause(run)
+            return await self._resume_ended(record, config or record.config)
+
+    async def _resume_ended(self, record: RunRecord, config: RunConfig) -> RunRecord:
+        run = record.run
         _check_continues(record.config, config)
         await self._check(config)
-        if run in self._attempts:
-            await asyncio.wait([self._attempts[run]])
-        record = await self._store.update(
-            run, lambda found: replace(_again(found), config=config, job="", attempt=found.attempt + 1)
-        )
+        if run in self._active:
+            await asyncio.wait([self._active[run].task])
+        reached = await self._store.operation(run)
+
+        def again(found: RunRecord) -> RunRecord:
+            # Read again: another trainer or request may have resumed it since.
+            if not found.ended:
+                raise WrongState(f"run {run} is {found.shown_state} already")
+            pending = replace(found.to("PENDING"), paused=False, config=config, job="", fruitless=0, reached=reached)
+            return replace(pending, attempt=found.attempt + 1)
+
+        record = await self._store.update(run, again)
         self._begin(record)
         return record
 
@@ -88,8 +134,8 @@ class Supervisor:
             return replace(record, paused=True)
 
         record = await self._store.update(run, change)
-        if run in self._controls:
-            self._controls[run].pause()
+        if run in self._active:
+            self._active[run].control.pause()
         return record
 
     async def unpause(self, run: str) -> RunRecord:
@@ -101,8 +147,8 @@ class Supervisor:
             return replace(record, paused=False)
 
         record = await self._store.update(run, change)
-        if run in self._controls:
-            self._controls[run].resume()
+        if run in self._active:
+            self._active[run].control.resume()
         return record
 
     async def cancel(self, run: str) -> RunRecord:
@@ -110,13 +156,16 @@ class Supervisor:
         record = await self._store.get(run)
         if record.ended:
             raise WrongState(f"run {run} is {record.shown_state} already")
-        task = self._attempts.get(run)
-        if task is None:
-            return await self._end(run, "CANCELLED", "cancelled on request")
-        self._cancelled.add(run)
-        task.cancel()
-        await asyncio.wait([task])
-        return await self._store.get(run)
+        active = self._active.get(run)
+        if active is not None:
+            active.cancel()
+            await asyncio.wait([active.task])
+            record = await self._store.get(run)
+        if record.ended:
+            return record
+        # No attempt of this trainer runs it: its processes may still be there.
+        await cancel_job(self._peers, record.job)
+        return await end(self._store, run, "CANCELLED", "cancelled on request", attempt=record.attempt)
 
     async def _check(self, config: RunConfig) -> None:
         try:
@@ -130,7 +179,7 @@ class Supervisor:
         record = await self._store.create(
             RunRecord(run=run, config=config, created_at=time.time(), folder=str(folder), attempt=attempt)
         )
-        if not record.ended and run not in self._attempts:
+        if not record.ended and run not in self._active:
             self._begin(record)
         return record
 
@@ -154,57 +203,12 @@ class Supervisor:
             raise NotFound(f"run {run!r} is not in Redis and has no committed checkpoint to resume from") from None
 
     def _begin(self, record: RunRecord) -> None:
-        control = self._controls[record.run] = Control()
-        if record.paused:
-            control.pause()
-        # An empty context: the deadline and the trace of the call that started the run are not the run's.
-        self._attempts[record.run] = asyncio.create_task(
-            self._attempt(record, control), name=f"run {record.run}", context=contextvars.Context()
-        )
+        active = self._active[record.run] = ActiveRun(record, self._peers, self._store)
+        active.task.add_done_callback(lambda _: self._forget(active))
 
-    async def _attempt(self, record: RunRecord, control: Control) -> None:
-        run = record.run
-
-        async def on_state(state: State) -> None:
-            await self._store.update(run, lambda found: found.to(state) if found.state != state else found)
-
-        async def on_job(job: str) -> None:
-            await self._store.update(run, lambda found: replace(found, job=job))
-
-        attempt = Attempt(record, self._peers, control, on_state, on_job)
-        state, message = "SUCCEEDED", ""
-        try:
-            await attempt.run()
-        except asyncio.CancelledError:
-            if run not in self._cancelled:
-                raise  # the trainer stops; the run goes on when it is back
-            state, message = "CANCELLED", "cancelled on request"
-        except Exception as error:  # task boundary: the run ends with its cause
-            state, message = "FAILED", cause_of(error)
-            log.error("run %s failed: %s", run, message, exc_info=error)
-        await self._close(attempt, run, state, message)  # type: ignore[arg-type]
-
-    async def _close(self, attempt: Attempt, run: str, state: State, message: str) -> None:
-        if attempt.processes is not None:
-            await attempt.processes.cancel()
-        self._peers.learners.forget(run)
-        ended = await self._preview(run, state, message)
-        attempt.write_summary(ended, await self._store.step(run))
-        await self._end(run, state, message)
-        self._cancelled.discard(run)
-        self._attempts.pop(run, None)
-        self._controls.pop(run, None)
-
-    async def _preview(self, run: str, state: State, message: str) -> RunRecord:
-        # The summary is there before watchers hear of the end, because that is when they read it.
-        return (await self._store.get(run)).to(state, message=message, now=time.time())
-
-    async def _end(self, run: str, state: State, message: str) -> RunRecord:
-        now = time.time()
-        record = await self._store.update(run, lambda found: found.to(state, message=message, now=now))
-        RUNS_ENDED.labels(state=state).inc()
-        log.info("run %s %s %s", run, state, message)
-        return record
+    def _forget(self, active: ActiveRun) -> None:
+        if self._active.get(active.record.run) is active:
+            del self._active[active.record.run]
 
 
 _FIXED = ("seed", "task", "model", "warmup")
@@ -219,18 +223,3 @@ def _check_continues(old: RunConfig, new: RunConfig) -> None:
         raise InvalidRequest(
             f"a resumed run keeps {', '.join(changed)}: resume without a run file, or start a new run", field=changed[0]
         )
-
-
-def _again(record: RunRecord) -> RunRecord:
-    if record.ended:
-        return replace(record.to("PENDING"), paused=False)
-    return replace(record.to("PENDING"), attempt=record.attempt + 1)
-
-
-def cause_of(error: BaseException) -> str:
-    """One line for people: the first cause inside task groups, with its kind when the text alone would not tell."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    if isinstance(error, ConfigError):
-        return str(error)
-    return f"{type(error).__name__}: {str(error) or 'no text'}".replace("\n", "; ")
