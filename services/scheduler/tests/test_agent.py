@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from reflux_scheduler.agent.keeper import parents
 from reflux_scheduler.agent.members import MemberTable, tree_rss_bytes
 from reflux_scheduler.agent.orders import RoleOrder
 from reflux_scheduler.agent.supervisor import Household
@@ -128,3 +129,22 @@ async def test_a_member_that_floods_its_output_can_be_stopped(members):
     await members.start(order("while True: print('x' * 1000)", stop_grace_seconds=1.0))
     async with asyncio.timeout(HANG_SECONDS):
         await members.stop("j/role/0", None, "enough")
+
+
+def cpu_ticks(pid: int) -> int:
+    """Processor time that a process has used, user and system."""
+    fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+    return int(fields[11]) + int(fields[12])
+
+
+async def test_a_member_that_closes_its_output_does_not_spin_its_keeper(members, tmp_path):
+    script = "import os, pathlib, time; os.close(1); os.close(2); pathlib.Path('closed').touch(); time.sleep(600)"
+    report = await members.start(order(script))
+    async with asyncio.timeout(HANG_SECONDS):
+        while not (tmp_path / "closed").exists():
+            await asyncio.sleep(0.02)
+    keeper = parents()[report.pid]
+    before = cpu_ticks(keeper)
+    await asyncio.sleep(1.0)
+    assert cpu_ticks(keeper) - before < 10
+    assert (await members.stop("j/role/0", None, "enough")).state == "stopped"

@@ -148,8 +148,9 @@ class Keeper:
             for _ in range(_PUMP_CHUNKS):
                 chunk = os.read(self._output, 1 << 16)
                 if not chunk:
-                    # Everybody closed the pipe: polling it again would spin.
-                    self._watched.modify(self._output, 0)
+                    # Everybody closed the pipe. No event mask hides a hang-up: while it is registered, polling spins.
+                    with contextlib.suppress(KeyError):
+                        self._watched.unregister(self._output)
                     return
                 self._log.write(chunk)
 
