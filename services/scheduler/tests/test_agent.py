@@ -148,3 +148,21 @@ async def test_a_member_that_closes_its_output_does_not_spin_its_keeper(members,
     await asyncio.sleep(1.0)
     assert cpu_ticks(keeper) - before < 10
     assert (await members.stop("j/role/0", None, "enough")).state == "stopped"
+
+
+async def test_log_folders_of_ended_jobs_are_kept_up_to_a_number(tmp_path):
+    table = MemberTable(Household("n1", dict(os.environ), tmp_path, log_limit_bytes=1 << 16, keep_job_logs=2))
+    logs = tmp_path / "logs"
+    try:
+        await table.start(order("import time; time.sleep(600)"))
+        for number in range(5):
+            (logs / f"old-{number}").mkdir()
+            (logs / f"old-{number}" / "role-0.log").touch()
+            for path in (logs / f"old-{number}", logs / f"old-{number}" / "role-0.log"):
+                os.utime(path, (1e9 + number, 1e9 + number))
+        os.utime(logs / "j", (1e8, 1e8))
+        os.utime(logs / "j" / "role-0.log", (1e8, 1e8))
+        await table.start(RoleOrder("k/role/0", "jobs/k", "role", 0, 1, ("python", "-c", "pass")))
+        assert {path.name for path in logs.iterdir()} == {"j", "k", "old-3", "old-4"}
+    finally:
+        await table.close()

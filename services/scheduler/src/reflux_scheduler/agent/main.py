@@ -47,6 +47,9 @@ class AgentSettings(ServiceSettings):
     log_limit_mib: int = Field(default=32, ge=1)
     """Size at which a member's log is rolled over; two files are kept."""
 
+    keep_job_logs: int = Field(default=20, ge=0)
+    """Log folders of ended jobs that are kept, the newest."""
+
 
 @asynccontextmanager
 async def build(settings: AgentSettings, environment: Mapping[str, str]) -> AsyncIterator[Service]:
@@ -56,7 +59,8 @@ async def build(settings: AgentSettings, environment: Mapping[str, str]) -> Asyn
         state_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise StartupError(f"the state folder {state_dir} cannot be used: {error.strerror}") from None
-    members = MemberTable(Household(settings.node, environment, state_dir, settings.log_limit_mib << 20))
+    limit_bytes = settings.log_limit_mib << 20
+    members = MemberTable(Household(settings.node, environment, state_dir, limit_bytes, settings.keep_job_logs))
     async with open_channel(settings.scheduler_address, settings, subject="agent") as channel:
         stub = cast("SchedulerServiceAsyncStub", SchedulerServiceStub(channel))
         lease = Lease(stub, members, settings.node, settings.lease_seconds)

@@ -1,9 +1,11 @@
 """Owns the members of one agent: starts each once, measures them, stops and forgets them."""
 
 import asyncio
+import contextlib
 import itertools
 import os
-from collections.abc import Iterable
+import shutil
+from collections.abc import Iterable, Set
 from dataclasses import replace
 from pathlib import Path
 
@@ -36,9 +38,18 @@ class MemberTable:
         if member is not None and member.report.state == "stopped":
             member = None
         if member is None:
+            new_job = not self._household.log_folder(order.job).exists()
             member = RoleSupervisor(order, self._household, self.changed.set, self._revisions)
             self._members[order.role_id] = member
+            if new_job:
+                await self._prune_logs()
         return await member.settled()
+
+    async def _prune_logs(self) -> None:
+        """Makes room for a new job: of ended jobs only the newest log folders stay."""
+        household = self._household
+        used = {household.log_folder(member.order.job) for member in self._members.values() if not member.ended}
+        await asyncio.to_thread(prune, household.logs, household.keep_job_logs, used)
 
     async def stop(self, role_id: str, grace_seconds: float | None, reason: str) -> RoleReport:
         """Stops a member and waits for its end. Raises LookupError when there is none of that id."""
@@ -77,6 +88,20 @@ class MemberTable:
         """Like `reports`, with the resident memory of each process tree."""
         used = await asyncio.to_thread(tree_rss_bytes, [report.pid for report in self.reports() if report.pid])
         return [replace(report, rss_bytes=used.get(report.pid, 0)) for report in self.reports()]
+
+
+def prune(folder: Path, keep: int, used: Set[Path]) -> None:
+    """Removes all but the `keep` newest subfolders; those in `used` stay and do not count."""
+    ended = [path for path in folder.glob("*/") if path not in used]
+    for path in sorted(ended, key=_last_write, reverse=True)[keep:]:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _last_write(folder: Path) -> float:
+    times = [0.0]
+    with contextlib.suppress(OSError):  # somebody may remove it meanwhile
+        times += [path.stat().st_mtime for path in (folder, *folder.iterdir())]
+    return max(times)
 
 
 def tree_rss_bytes(roots: Iterable[int]) -> dict[int, int]:

@@ -30,6 +30,17 @@ class Household:
     """Parent of `logs/`; roles start in it."""
 
     log_limit_bytes: int
+    keep_job_logs: int = 20
+    """Log folders of ended jobs that are kept, the newest."""
+
+    @property
+    def logs(self) -> Path:
+        """Parent of the log folders of jobs."""
+        return self.state_dir / "logs"
+
+    def log_folder(self, job: str) -> Path:
+        """Log folder of one job."""
+        return self.logs / job.rpartition("/")[2]
 
 
 class RoleSupervisor:
@@ -42,7 +53,7 @@ class RoleSupervisor:
         self._household = household
         self._changed = changed
         self._revisions = revisions
-        self._log_path = household.state_dir / "logs" / order.job.rpartition("/")[2] / f"{order.role}-{order.rank}.log"
+        self._log_path = household.log_folder(order.job) / f"{order.role}-{order.rank}.log"
         self.report = RoleReport(order.role_id, order.job, "restarting", log_path=str(self._log_path))
         self._process: RoleProcess | None = None
         self._grace: float | None = None
