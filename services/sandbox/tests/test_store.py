@@ -6,6 +6,7 @@ import uuid
 import pytest
 
 from reflux_kit.errors import CapacityExhausted, InvalidRequest, NotFound
+from reflux_kit.redis import open_redis
 from reflux_sandbox.jobs import Grade, JobSpec, unknown
 from reflux_sandbox.store import StoreLimits, VerificationStore
 
@@ -230,6 +231,20 @@ async def test_a_watcher_sees_each_ended_job_once_and_can_resume(store):
     assert await store.position("run", token) == token
     with pytest.raises(InvalidRequest):
         await store.position("run", "yesterday")
+
+
+async def test_watchers_do_not_take_connections_from_the_work(valkey_url, prefix):
+    async with (
+        open_redis(valkey_url, max_connections=1, wait_seconds=0.1) as client,
+        open_redis(valkey_url, max_connections=1) as watching,
+    ):
+        store = VerificationStore(client, "box", limits(), prefix, watching=watching)
+        watcher = asyncio.create_task(anext(store.ended_jobs("run", "0-0")))
+        await asyncio.sleep(0)
+        _, job_id = await create(store, spec())
+        await claim_one(store)
+        await store.finish(job_id, SCORED)
+        assert (await asyncio.wait_for(watcher, 20))[0].job_id == job_id
 
 
 async def test_unknown_grades_of_a_group_have_one_row_per_answer(store):

@@ -14,7 +14,7 @@ from reflux_sandbox import metrics
 from reflux_sandbox.code_runner import CodeRunner
 from reflux_sandbox.dispatcher import Dispatcher
 from reflux_sandbox.isolation.choose import open_isolation
-from reflux_sandbox.servicer import SERVICE_NAME, SandboxServicer
+from reflux_sandbox.servicer import MOST_WATCHERS, SERVICE_NAME, SandboxServicer
 from reflux_sandbox.settings import SandboxSettings
 from reflux_sandbox.store import VerificationStore
 
@@ -32,13 +32,14 @@ async def build(settings: SandboxSettings) -> AsyncIterator[Service]:
     """Owns Redis, the isolation mechanism and the dispatcher."""
     async with AsyncExitStack() as stack:
         client = await stack.enter_async_context(open_redis(settings.redis_url))
+        watching = await stack.enter_async_context(open_redis(settings.redis_url, max_connections=MOST_WATCHERS))
         folder = settings.state_dir or stack.enter_context(tempfile.TemporaryDirectory(prefix="reflux-cache-"))
         cache = Path(folder) / "cache"  # the trainer's too: what a task builds is built once
         cache.mkdir(parents=True, exist_ok=True)
         options = settings.isolation_options(str(cache.resolve()))
         isolation, reasons = await stack.enter_async_context(open_isolation(settings.isolation, **options))
         metrics.observe(isolation)
-        store = VerificationStore(client, identity(settings), settings.store_limits())
+        store = VerificationStore(client, identity(settings), settings.store_limits(), watching=watching)
         dispatcher = await stack.enter_async_context(Dispatcher(store, isolation, settings.dispatch_limits()))
         runner = CodeRunner(isolation, settings.code_concurrency, unsafe=settings.unsafe_code)
         servicer = SandboxServicer(settings, store, dispatcher, runner, isolation, reasons)

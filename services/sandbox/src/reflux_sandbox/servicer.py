@@ -23,8 +23,8 @@ from reflux_sandbox.settings import SandboxSettings
 from reflux_sandbox.store import VerificationStore
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["SandboxService"].full_name
-_MOST_WATCHERS = 32
-"""Each holds a connection to Redis."""
+MOST_WATCHERS = 32
+"""Each holds a connection to Redis while it waits."""
 
 
 class SandboxServicer(SandboxServiceServicer):
@@ -67,7 +67,7 @@ class SandboxServicer(SandboxServiceServicer):
         self, request: pb.WatchVerificationsRequest, context: Any
     ) -> AsyncIterator[pb.WatchVerificationsResponse]:
         run = parse_run(request.run)
-        if self._watchers >= _MOST_WATCHERS:
+        if self._watchers >= MOST_WATCHERS:
             raise CapacityExhausted(f"{self._watchers} streams are open already; watch a run with one stream")
         self._watchers += 1
         try:

@@ -55,10 +55,22 @@ class Claim:
 
 
 class VerificationStore:
-    """`identity` names the service across restarts: it takes the jobs of its dead predecessor back at once."""
+    """`identity` names the service across restarts: it takes the jobs of its dead predecessor back at once.
 
-    def __init__(self, client: redis.asyncio.Redis, identity: str, limits: StoreLimits, prefix: str = PREFIX) -> None:
+    `watching` serves the blocking reads of `ended_jobs`, a connection each; without it they share `client`'s.
+    """
+
+    def __init__(
+        self,
+        client: redis.asyncio.Redis,
+        identity: str,
+        limits: StoreLimits,
+        prefix: str = PREFIX,
+        *,
+        watching: redis.asyncio.Redis | None = None,
+    ) -> None:
         self._redis: Any = client  # the stubs of redis-py mix sync, async, text and bytes
+        self._watching: Any = watching or client
         self._identity = identity
         self._owner = f"{identity}#{uuid.uuid4().hex[:12]}"
         self._limits = limits
@@ -198,7 +210,7 @@ class VerificationStore:
         """Jobs of `run` as they end after `position`, each with the token to resume behind it. Endless."""
         key = self._key("ended", run)
         while True:
-            streams = await self._redis.xread({key: position}, count=64, block=_BLOCK_MS)
+            streams = await self._watching.xread({key: position}, count=64, block=_BLOCK_MS)
             entries = streams[0][1] if streams else []
             ids = [fields[b"id"].decode() for _, fields in entries]
             jobs = await asyncio.gather(*(self.get(job_id) for job_id in ids), return_exceptions=True)
