@@ -1,6 +1,9 @@
 """What a token of one run may do, as a rule and through a real server."""
 
+import time
+
 import grpc
+import jwt
 import pytest
 
 from reflux.checkpoint.v1 import checkpoint_service_pb2 as checkpoint_pb
@@ -17,7 +20,7 @@ from reflux.trainer.v1 import trainer_service_pb2 as trainer_pb
 from reflux.weight_broker.v1 import weight_broker_service_pb2 as broker_pb
 from reflux_kit import auth, scope
 from reflux_kit.channel import open_channel
-from reflux_kit.errors import PermissionDenied, reason_of
+from reflux_kit.errors import PermissionDenied, Unauthenticated, reason_of
 from reflux_kit.server import Mount, Service, running
 from reflux_kit.settings import ServiceSettings
 
@@ -61,6 +64,12 @@ def test_a_runs_token_serves_its_own_processes(method, request_):
 def test_a_runs_token_reaches_no_other_run_and_no_operators_call(method, request_):
     with pytest.raises(PermissionDenied, match="mine"):
         scope.check(method, request_, "mine")
+
+
+def test_a_signed_token_without_a_scope_opens_nothing():
+    bare = jwt.encode({"sub": "somebody", "exp": time.time() + 60}, SECRET, algorithm="HS256")
+    with pytest.raises(Unauthenticated, match="MissingRequiredClaim"):
+        auth.verify(SECRET, bare)
 
 
 class Checkpoints(CheckpointServiceServicer):

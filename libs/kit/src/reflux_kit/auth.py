@@ -28,10 +28,10 @@ def mint(secret: str, subject: str, run: str = "", lifetime_seconds: float = 30 
 def verify(secret: str, token: str) -> Claims:
     """Returns the claims of `token`. Raises `Unauthenticated` without repeating the token."""
     try:
-        claims = jwt.decode(token, _key(secret), algorithms=[_ALGORITHM], options={"require": ["sub", "exp"]})
+        claims = jwt.decode(token, _key(secret), algorithms=[_ALGORITHM], options={"require": ["sub", "exp", "scope"]})
     except jwt.PyJWTError as error:
         raise Unauthenticated(f"the token was refused: {type(error).__name__}") from None
-    scope = str(claims.get("scope", ""))
+    scope = str(claims["scope"])
     return Claims(subject=claims["sub"], run=scope.removeprefix("run:") if scope != _STACK else "")
 
 
