@@ -111,11 +111,32 @@ async def test_a_poison_prompt_becomes_a_dead_letter_and_the_trainer_hears_of_it
 async def test_a_failure_of_the_surroundings_does_not_count_against_the_prompt(redis_client, run_id):
     _ledger, groups, queue = await opened(redis_client, run_id)
     await groups.issue([prompt(0)])
-    for _ in range(MAX_TAKES - 1):
+    for _ in range(3 * MAX_TAKES):  # a long outage
         (claim,) = await queue.claim(1, 10)
         assert await queue.fail(claim, "the gateway is away", counted=False) == "retry"
     (claim,) = await queue.claim(1, 10)
-    assert await queue.fail(claim, "takes its workers down", counted=False) == "dead"
+    assert claim.takes == 1
+
+
+async def test_a_prompt_that_takes_its_workers_down_ends_in_the_dead_letters(redis_client, run_id):
+    _ledger, groups, queue = await opened(redis_client, run_id)
+    await groups.issue([prompt(0)])
+    (claim,) = await queue.claim(1, 10)
+    for _ in range(MAX_TAKES - 1):  # each worker dies with its claim
+        (claim,) = await queue.claim_abandoned(1, 0)
+    assert claim.takes == MAX_TAKES
+    assert await queue.fail(claim, "claimed too often", counted=True) == "dead"
+
+
+async def test_what_a_prompt_leaves_in_the_bookkeeping_goes_with_it(redis_client, run_id):
+    _ledger, groups, queue = await opened(redis_client, run_id)
+    await groups.issue([prompt(0)])
+    (claim,) = await queue.claim(1, 10)
+    assert await queue.fail(claim, "once", counted=True) == "retry"
+    (claim,) = await queue.claim(1, 10)
+    assert await queue.emit(claim, group(claim)) == "emitted"
+    for key in (queue._keys.attempts, queue._keys.takes, queue._keys.claims, queue._keys.samples):
+        assert not await redis_client.exists(key)
 
 
 async def test_a_step_is_logged_once_and_consumes_its_prompts(redis_client, run_id):

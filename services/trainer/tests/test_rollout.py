@@ -153,3 +153,12 @@ async def test_samples_of_a_dead_worker_are_graded_not_drawn_again(world):
             (group,) = await world.arrivals(1)
     assert group.worker == "w1"
     assert world.gateway.requests[(0,)] == 1
+
+
+async def test_a_gateway_that_knows_no_replica_yet_is_waited_for(world):
+    world.gateway.unknown = 3
+    async with world.worker("w0"):
+        await world.issue(0)
+        (group,) = await world.arrivals(1)
+    assert not isinstance(group, DeadPrompt)
+    assert world.gateway.unknown == 0

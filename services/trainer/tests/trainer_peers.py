@@ -38,6 +38,8 @@ class Learner(learner_grpc.LearnerServiceServicer):
         self.model_id, self.op_id, self.version = "", 0, 0
         self.done = []
         self.publish_failures = 0
+        self.publish_codes, self.publish_ids, self.publish_seconds = [], [], 0.0
+        self.damaged = set()
 
     async def CreateModel(self, request, context):
         self.model_id, self.op_id, self.version = request.model_id, 0, 0
@@ -45,6 +47,8 @@ class Learner(learner_grpc.LearnerServiceServicer):
         return learner.CreateModelResponse(num_parameters=1)
 
     async def LoadState(self, request, context):
+        if request.objects[0].checksum in self.damaged:
+            raise WrongState("the object is damaged")
         self.model_id = request.model_id
         self.op_id, self.version = json.loads(request.objects[0].checksum)
         self.done.append(f"load {self.op_id}")
@@ -76,6 +80,10 @@ class Learner(learner_grpc.LearnerServiceServicer):
         return learner.OptimStepResponse(grad_norm=1.0, version=self.version, applied=True, seconds=0.001)
 
     async def PublishWeights(self, request, context):
+        self.publish_ids.append(request.request_id)
+        self.publish_seconds = context.time_remaining()
+        if self.publish_codes:
+            await context.abort(self.publish_codes.pop(), "as the test wants it")
         if self.publish_failures:
             self.publish_failures -= 1
             raise WrongState("replica r0 refused: checksum mismatch")
@@ -89,12 +97,17 @@ class Learner(learner_grpc.LearnerServiceServicer):
         return learner.SaveStateResponse(objects=[stored], op_id=self.op_id, version=self.version)
 
 
+class UnknownModel(NotFound):
+    reason = "UNKNOWN_MODEL"
+
+
 class Gateway(gateway_grpc.InferenceGatewayServiceServicer):
     """Answers any prompt; sample i says token 3 + i. `outages` calls fail first."""
 
     def __init__(self):
         self.version = 0
         self.outages = 0
+        self.unknown = 0
         self.poison = set()
         self.requests = Counter()
         self.hold = None
@@ -105,6 +118,9 @@ class Gateway(gateway_grpc.InferenceGatewayServiceServicer):
             raise WrongState("no replica is new enough")
         if tuple(request.prompt_token_ids) in self.poison:
             raise InvalidRequest("the prompt exceeds the context")
+        if self.unknown:
+            self.unknown -= 1
+            raise UnknownModel("no replica of this model is registered")
         if self.outages:
             self.outages -= 1
             await context.abort(grpc.StatusCode.UNAVAILABLE, "restarting")
@@ -179,11 +195,16 @@ class Checkpoints(checkpoint_grpc.CheckpointServiceServicer):
 
     def __init__(self):
         self.committed = []
+        self.damaged = set()
+        self.scrubbed = []
         self.away = False
+        self.taken = False
 
     async def BeginCheckpoint(self, request, context):
         if self.away:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "the object store is away")
+        if self.taken:
+            await context.abort(grpc.StatusCode.ALREADY_EXISTS, "committed already")
         made = checkpoint_pb2.Checkpoint(
             name=f"checkpoints/{request.run}/{request.step}",
             run=request.run,
@@ -198,6 +219,12 @@ class Checkpoints(checkpoint_grpc.CheckpointServiceServicer):
         )
         self.committed.append(made)
         return checkpoint.CommitCheckpointResponse(checkpoint=made)
+
+    async def ScrubCheckpoint(self, request, context):
+        self.scrubbed.append(request.name)
+        keys = ["p/state"] if request.name in self.damaged else []
+        self.committed = [made for made in self.committed if made.name not in self.damaged]
+        return checkpoint.ScrubCheckpointResponse(damaged_keys=keys)
 
     async def GetLatestCheckpoint(self, request, context):
         found = [made for made in self.committed if made.run == request.run]

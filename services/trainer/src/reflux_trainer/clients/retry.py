@@ -8,6 +8,8 @@ from typing import TypeVar
 
 import grpc
 
+from reflux_kit.errors import reason_of
+
 log = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
 
@@ -19,6 +21,8 @@ TRANSIENT = (
     grpc.StatusCode.DEADLINE_EXCEEDED,
 )
 """Codes after which the same call may succeed."""
+TRANSIENT_REASONS = ("UNKNOWN_MODEL",)
+"""Reasons that pass: the gateway knows no replica of the model while all of them restart."""
 _FIRST_SECONDS = 0.1
 _MOST_SECONDS = 2.0
 
@@ -39,7 +43,7 @@ async def patiently(what: str, seconds: float, call: Callable[[float], Awaitable
             return await call(max(0.1, end - time.monotonic()))
         except grpc.aio.AioRpcError as error:
             text = f"{what}: {error.code().name}: {error.details()}"
-            if error.code() not in TRANSIENT:
+            if error.code() not in TRANSIENT and reason_of(error) not in TRANSIENT_REASONS:
                 raise Refused(text) from None
             if time.monotonic() + pause > end:
                 raise PeerAway(f"{text} (waited {seconds:.0f} s)") from None

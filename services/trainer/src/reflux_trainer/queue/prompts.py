@@ -107,7 +107,7 @@ class PromptQueue:
     async def emit(self, claim: Claim, group: Group) -> Literal["emitted", "duplicate", "stale"]:
         """Hands the group to the trainer; only one call over all workers has an effect."""
         keys = self._keys
-        names = [keys.ledger, keys.prompts, keys.claims, keys.samples, keys.groups, keys.takes]
+        names = [keys.ledger, keys.prompts, keys.claims, keys.samples, keys.groups, keys.takes, keys.attempts]
         arguments = [GROUP, claim.entry, claim.prompt.index, claim.token, group.to_bytes()]
         answer: bytes = await self._scripts.run("emit", names, arguments)
         return answer.decode()  # type: ignore[return-value]

@@ -1,5 +1,5 @@
 -- Hands a graded group to the trainer exactly once.
--- KEYS: ledger, prompts, claims, samples, groups, takes. ARGV: group, entry id, index, token, payload.
+-- KEYS: ledger, prompts, claims, samples, groups, takes, attempts. ARGV: group, entry id, index, token, payload.
 local state = redis.call('HGET', KEYS[1], ARGV[3])
 if state ~= 'issued' then
   redis.call('XACK', KEYS[2], ARGV[1], ARGV[2])
@@ -14,4 +14,5 @@ redis.call('XDEL', KEYS[2], ARGV[2])
 redis.call('HDEL', KEYS[3], ARGV[3])
 redis.call('HDEL', KEYS[4], ARGV[3])
 redis.call('HDEL', KEYS[6], ARGV[3])
+redis.call('HDEL', KEYS[7], ARGV[3])
 return 'emitted'
