@@ -1,17 +1,21 @@
 """The learner dies in the middle: its successor gets the same operations, each once, from the log."""
 
+import asyncio
 import json
 from dataclasses import replace
 
+import grpc
 import pytest
 from trainer_peers import Learner, serving
 
 from reflux.checkpoint.v1 import checkpoint_pb2
 from reflux.trainer.v1 import learner_service_pb2 as pb
+from reflux.weight_broker.v1 import weight_broker_service_pb2 as broker_pb
 from reflux_kit.settings import ServiceSettings
 from reflux_trainer import oplog
 from reflux_trainer.learner_client import LearnerClient, LearnerFailed, ModelSource
 from reflux_trainer.learners import LearnerEntry, LearnerRegistry
+from reflux_trainer.publish import Publisher
 from reflux_trainer.queue.ledger import Cursor, Ledger
 from reflux_trainer.watchdog import Waits
 
@@ -31,11 +35,19 @@ class Setup:
         self.registry = LearnerRegistry()
         self.ledger = Ledger(redis_client, run, 1)
         source = ModelSource(run, "/model", 0, "shm")
-        self.client = LearnerClient(source, ServiceSettings(), self.registry, self.ledger, Waits(), self.latest)
+        self.waits, self.older, self.scrubbed = Waits(), None, []
+        self.client = LearnerClient(
+            source, ServiceSettings(), self.registry, self.ledger, self.waits, self.latest, self.scrub
+        )
         self.cursor = Cursor()
 
     async def latest(self):
         return self.checkpoint
+
+    async def scrub(self, name):
+        self.scrubbed.append(name)
+        self.checkpoint = self.older
+        return True
 
     def announce(self, learner, address):
         self.registry.announce(self.run, LearnerEntry(address, learner.incarnation))
@@ -94,6 +106,81 @@ async def test_a_checkpoint_is_loaded_and_only_later_operations_are_replayed(set
         answer = await setup.step()
     assert second.done == ["load 4", 5, 6, 7, 8]
     assert answer.version == 4
+
+
+def stored(op_id, version, run="r"):
+    kept = checkpoint_pb2.StoredObject(key="p/state", checksum=json.dumps([op_id, version]))
+    return checkpoint_pb2.Checkpoint(name=f"checkpoints/{run}/{version}", objects=[kept])
+
+
+async def test_a_damaged_checkpoint_is_read_back_and_the_one_before_it_is_taken(setup):
+    first, second = Learner("a"), Learner("b")
+    async with serving(first) as address:
+        setup.announce(first, address)
+        await setup.client.restore(0)
+        for _ in range(3):
+            await setup.step()
+        setup.checkpoint, setup.older = stored(4, 2), stored(2, 1)
+        second.damaged = {"[4, 2]"}
+        await setup.ledger.trim(2)
+    async with serving(second) as address:
+        setup.announce(second, address)
+        answer = await setup.step()
+    assert setup.scrubbed == ["checkpoints/r/2"]
+    assert second.done == ["load 2", 3, 4, 5, 6, 7, 8]
+    assert answer.version == 4
+
+
+async def test_each_replayed_operation_is_progress(setup):
+    first, second = Learner("a"), Learner("b")
+    async with serving(first) as address:
+        setup.announce(first, address)
+        await setup.client.restore(0)
+        for _ in range(3):
+            await setup.step()
+    moves = []
+    setup.waits.progress = lambda: moves.append(1)
+    async with serving(second) as address:
+        setup.announce(second, address)
+        await setup.client.restore(6)
+    assert len(moves) == 6 + 1  # and the end of the wait
+
+
+async def test_a_restore_never_moves_the_acknowledged_operation_back(setup):
+    learner = Learner("a")
+    async with serving(learner) as address:
+        setup.announce(learner, address)
+        await setup.client.restore(0)
+        await setup.step()
+        await setup.client.restore(1)
+    assert setup.client.op_id == 2
+
+
+async def test_a_publish_that_may_still_run_is_joined_and_a_failed_one_begins_anew(setup):
+    learner = Learner("a")
+    async with serving(learner) as address, asyncio.TaskGroup() as tasks:
+        setup.announce(learner, address)
+        await setup.client.restore(0)
+        for failure, joins in ((grpc.StatusCode.DEADLINE_EXCEEDED, True), (grpc.StatusCode.ABORTED, False)):
+            learner.publish_codes, learner.publish_ids = [failure], []
+            publisher = Publisher(setup.client, no_broker(), tasks, setup.waits, setup.run, 5.0)
+            publisher.start(nothing)
+            await publisher.settled()
+            first, second = learner.publish_ids
+            assert (first == second) == joins
+    assert learner.publish_seconds > 2 * 5.0
+
+
+async def nothing(_version):
+    pass
+
+
+def no_broker():
+    class Broker:
+        async def ListReplicas(self, request, timeout):
+            return broker_pb.ListReplicasResponse()
+
+    return Broker()
 
 
 async def test_a_restarted_trainer_sends_only_what_the_living_learner_lacks(setup, redis_client):

@@ -14,6 +14,7 @@ from trainer_world import CONFIG, Run, config, create, events_of, finish, short,
 from reflux.trainer.v1 import run_pb2
 from reflux.trainer.v1 import trainer_service_pb2 as pb
 from reflux_kit.errors import reason_of
+from reflux_trainer.queue.keys import RunKeys
 
 
 async def test_a_run_goes_through_its_stages_and_leaves_its_records(world):
@@ -42,6 +43,9 @@ async def test_a_run_goes_through_its_stages_and_leaves_its_records(world):
     assert summary["peak_rss_bytes"] > 0
     assert sum(summary["lag_histogram"].values()) == 4 * 3 * 2
     assert [made.cursor.step for made in world.checkpoints.committed] == [0, 2, 4]
+    async with from_url(world.url) as client:
+        trimmed = int(await client.hget(RunKeys(short(run)).cursor, "trimmed_op_id"))
+    assert trimmed == world.checkpoints.committed[-2].cursor.op_id  # the older one can be replayed
     assert world.scheduler.cancelled.is_set()
 
 
@@ -97,7 +101,8 @@ async def test_a_run_that_redis_forgot_resumes_from_its_checkpoint_without_repea
             await stub.CancelRun(pb.CancelRunRequest(name=run.name))
     async with from_url(world.url) as client:
         await client.delete(*[key async for key in client.scan_iter(match=f"{{{short(run)}}}:*")])
-    cut = world.checkpoints.committed[-1].cursor
+    world.checkpoints.damaged.add(world.checkpoints.committed[-1].name)  # and the newest checkpoint is damaged
+    cut = world.checkpoints.committed[-2].cursor
     world.learner.model_id = ""  # a new process
     world.learner.done.clear()
     async with world.trainer() as stub:
@@ -194,6 +199,14 @@ async def test_checkpoints_that_fail_are_reported_and_training_goes_on(world):
         ended = (await finish(world, stub, run))[-1].run
     assert ended.state == Run.STATE_SUCCEEDED
     assert world.checkpoints.committed == []
+
+
+async def test_a_checkpoint_that_is_committed_already_is_no_failure(world, caplog):
+    world.checkpoints.taken = True
+    async with world.trainer() as stub:
+        run = await create(stub, config())
+        assert (await finish(world, stub, run))[-1].run.state == Run.STATE_SUCCEEDED
+    assert not [each.message for each in caplog.records if each.levelname == "ERROR"]
 
 
 async def test_the_http_api_speaks_json_and_server_sent_events(world):

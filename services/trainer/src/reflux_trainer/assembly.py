@@ -56,7 +56,7 @@ class Assembly:
         await asyncio.to_thread(self._prepare_files)
         first = Cursor()
         if await self._ledger.cursor() == Cursor() and self._record.config.checkpoint.every_steps:
-            latest = await self._checkpoints().latest()
+            latest = await self._checkpoints().latest_readable()
             if latest is not None:
                 log.info("%s goes on from %s", self._record.run, latest.name)
                 first = from_message(latest.cursor)
@@ -89,7 +89,13 @@ class Assembly:
             checkpoints = self._checkpoints()
             source = ModelSource(record.run, str(self.model.resolve()), config.seed, config.fleet.transport)
             learner = LearnerClient(
-                source, peers.settings, peers.learners, self._ledger, self._waits, checkpoints.latest
+                source,
+                peers.settings,
+                peers.learners,
+                self._ledger,
+                self._waits,
+                checkpoints.latest,
+                checkpoints.scrub,
             )
             stack.push_async_callback(learner.close)
             checkpoints.attach(learner, tasks)

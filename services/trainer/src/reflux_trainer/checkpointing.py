@@ -18,12 +18,13 @@ log = logging.getLogger(__name__)
 
 METHODS = tuple(
     f"reflux.checkpoint.v1.CheckpointService/{name}"
-    for name in ("BeginCheckpoint", "CommitCheckpoint", "AbortCheckpoint", "GetLatestCheckpoint")
+    for name in ("BeginCheckpoint", "CommitCheckpoint", "AbortCheckpoint", "GetLatestCheckpoint", "ScrubCheckpoint")
 )
+"""Idempotent methods that the channel may repeat."""
+_SCRUB_SECONDS = 600.0
 
 if TYPE_CHECKING:
     from reflux.checkpoint.v1.checkpoint_service_pb2_grpc import CheckpointServiceAsyncStub
-"""Idempotent methods that the channel may repeat."""
 
 
 class DatasetChanged(ValueError):
@@ -69,6 +70,8 @@ class Checkpoints:
         self._saved: asyncio.Event = asyncio.Event()
         self._saved.set()
         self._running: asyncio.Task[None] | None = None
+        self._covered: int | None = None
+        """Operation of the newest checkpoint that this attempt committed."""
         self.failures: list[str] = []
         self.committed: list[str] = []
 
@@ -92,6 +95,22 @@ class Checkpoints:
                 f"{self._fingerprint}): resume with the configuration of that run"
             )
         return checkpoint
+
+    async def latest_readable(self) -> checkpoint_pb2.Checkpoint | None:
+        """The newest checkpoint whose objects were all read back; for a start that has nothing else to go by."""
+        while True:
+            found = await self.latest()
+            if found is None or not await self.scrub(found.name):
+                return found
+            log.error("%s is damaged, looking for an older one", found.name)
+
+    async def scrub(self, name: str) -> bool:
+        """Has a checkpoint read back; True when it is damaged: `latest` then leaves it out. Raises CheckpointsAway."""
+        try:
+            answer = await self._stub.ScrubCheckpoint(pb.ScrubCheckpointRequest(name=name), timeout=_SCRUB_SECONDS)
+        except grpc.aio.AioRpcError as error:
+            raise CheckpointsAway(f"the checkpoint service answered {error.code().name}: {error.details()}") from None
+        return bool(answer.damaged_keys)
 
     async def start(self, cursor: Cursor, version: int, epoch: int) -> None:
         """Begins a checkpoint of the state behind `cursor`; an earlier one ends first."""
@@ -120,6 +139,9 @@ class Checkpoints:
             begun = await self._stub.BeginCheckpoint(begin, timeout=30.0)
             await self._save_and_commit(begun, due)
         except (grpc.aio.AioRpcError, LearnerFailed, CutMoved) as error:
+            if isinstance(error, grpc.aio.AioRpcError) and error.code() is grpc.StatusCode.ALREADY_EXISTS:
+                log.info("a checkpoint at version %d is committed already: %s", due.version, error.details())
+                return
             text = error.details() if isinstance(error, grpc.aio.AioRpcError) else str(error)
             self.failures.append(f"step {due.cursor.step}: {text}")
             log.error("checkpoint at version %d failed, training goes on: %s", due.version, text)
@@ -137,7 +159,10 @@ class Checkpoints:
         commit = pb.CommitCheckpointRequest(name=begun.checkpoint.name, objects=saved.objects, cursor=cursor)
         await self._stub.CommitCheckpoint(commit, timeout=120.0)
         self.committed.append(begun.checkpoint.name)
-        await self._ledger.trim(saved.op_id)
+        # The newest one may turn out to be damaged: the one before it must stay replayable.
+        if self._covered is not None:
+            await self._ledger.trim(self._covered)
+        self._covered = saved.op_id
         log.info("committed %s at version %d", begun.checkpoint.name, due.version)
 
 

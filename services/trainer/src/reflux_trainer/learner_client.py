@@ -5,7 +5,6 @@ import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
-from uuid import uuid4
 
 import grpc
 
@@ -29,14 +28,22 @@ Answer = TypeVar("Answer")
 _LOST = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 _STATUS_SECONDS = 5.0
 _LOAD_SECONDS = 300.0
+_PUBLISH_SLACK_SECONDS = 10.0
+_UNKNOWN_OUTCOME = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+_DAMAGED = ("WRONG_STATE", "NOT_FOUND")
+"""Reasons of LoadState when an object of the checkpoint is damaged or missing."""
 
 
 class LearnerFailed(RuntimeError):
-    """The learner refused a call; the text is its own. `transient` when it lacked a peer that may come back."""
+    """The learner refused a call; the text is its own.
+
+    `transient` when it lacked a peer that may come back, `unknown` when the call may still be under way.
+    """
 
     def __init__(self, error: grpc.aio.AioRpcError) -> None:
         super().__init__(f"{error.details()} ({reason_of(error) or error.code().name})")
         self.transient = error.code() is grpc.StatusCode.UNAVAILABLE
+        self.unknown = error.code() in _UNKNOWN_OUTCOME
 
 
 @dataclass(frozen=True)
@@ -60,6 +67,7 @@ class LearnerClient:
         ledger: Ledger,
         waits: Waits,
         latest_checkpoint: Callable[[], Awaitable[checkpoint_pb2.Checkpoint | None]],
+        scrub_checkpoint: Callable[[str], Awaitable[bool]],
     ) -> None:
         self._source = source
         self._settings = settings
@@ -67,6 +75,7 @@ class LearnerClient:
         self._ledger = ledger
         self._waits = waits
         self._latest_checkpoint = latest_checkpoint
+        self._scrub_checkpoint = scrub_checkpoint
         self._lock = asyncio.Lock()
         self._entry: LearnerEntry | None = None
         self._channel: grpc.aio.Channel | None = None
@@ -87,32 +96,41 @@ class LearnerClient:
             with self._waits.on("learner", "the learner to be up and at its last operation"):
                 while not await self._try_restore(op_id):
                     await self._registry.changed(0.5)
-        self.op_id = op_id
+            self._acknowledged(op_id)
 
     async def forward_backward(self, request: pb.ForwardBackwardRequest) -> pb.ForwardBackwardResponse:
         """Adds gradients of a logged batch."""
         with self._waits.on("train", "the learner's ForwardBackward"):
             answer = await self._call(lambda stub: stub.ForwardBackward(request, timeout=oplog.COMPUTE_SECONDS))
-        self.op_id = request.op_id
+        self._acknowledged(request.op_id)
         return answer
 
     async def optim_step(self, request: pb.OptimStepRequest) -> pb.OptimStepResponse:
         """Applies the gradients of a logged step."""
         with self._waits.on("train", "the learner's OptimStep"):
             answer = await self._call(lambda stub: stub.OptimStep(request, timeout=oplog.COMPUTE_SECONDS))
-        self.op_id = request.op_id
+        self._acknowledged(request.op_id)
         self.version = answer.version
         return answer
 
-    async def publish(self, sync_timeout_seconds: float) -> pb.PublishWeightsResponse:
-        """Distributes the present weights. Raises LearnerFailed with the receiver's text."""
+    def _acknowledged(self, op_id: int) -> None:
+        # A restore that a publish or a save began may end after a later operation was acknowledged.
+        self.op_id = max(self.op_id, op_id)
+
+    async def publish(self, sync_timeout_seconds: float, request_id: str) -> pb.PublishWeightsResponse:
+        """Distributes the present weights. Raises LearnerFailed with the receiver's text.
+
+        The replicas have the timeout to prepare and again to commit. The same `request_id` joins a call that is still
+        under way; after a failure whose outcome is known it must be a new one.
+        """
         request = pb.PublishWeightsRequest(
-            request_id=str(uuid4()),
+            request_id=request_id,
             model_id=self._source.model_id,
             sync_timeout_seconds=sync_timeout_seconds,
             min_replicas=1,
         )
-        return await self._call(lambda stub: stub.PublishWeights(request, timeout=sync_timeout_seconds + 10.0))
+        seconds = 2 * sync_timeout_seconds + _PUBLISH_SLACK_SECONDS
+        return await self._call(lambda stub: stub.PublishWeights(request, timeout=seconds))
 
     async def save_state(self, store_url: str, prefix: str) -> pb.SaveStateResponse:
         """Streams the state to the object store; the caller sends no operation meanwhile."""
@@ -145,7 +163,7 @@ class LearnerClient:
             at = status.op_id if status.model_id == self._source.model_id else await self._load(self._stub)
             if at < op_id:
                 log.info("replaying operations %d to %d of %s", at + 1, op_id, self._source.model_id)
-                await oplog.replay(self._stub, await self._ledger.operations(at, op_id))
+                await oplog.replay(self._stub, await self._ledger.operations(at, op_id), self._waits.progress)
             self.version = (await self._stub.GetLearner(pb.GetLearnerRequest(), timeout=_STATUS_SECONDS)).version
         except grpc.aio.AioRpcError as error:
             if error.code() in (*_LOST, grpc.StatusCode.DEADLINE_EXCEEDED):
@@ -154,21 +172,35 @@ class LearnerClient:
         return True
 
     async def _load(self, stub: "LearnerServiceAsyncStub") -> int:
+        """Makes the model from the newest checkpoint that can be read, or from nothing; returns its operation."""
         source, checkpoint = self._source, await self._latest_checkpoint()
-        if checkpoint is None:
-            request = pb.CreateModelRequest(
-                model_id=source.model_id, path=source.folder, seed=source.seed, transport=source.transport
-            )
-            await stub.CreateModel(request, timeout=_LOAD_SECONDS)
-            return 0
+        while checkpoint is not None:
+            try:
+                return await self._load_checkpoint(stub, checkpoint)
+            except grpc.aio.AioRpcError as error:
+                if reason_of(error) not in _DAMAGED:
+                    raise
+                log.error("%s cannot be loaded (%s), reading it back", checkpoint.name, error.details())
+                await self._scrub_checkpoint(checkpoint.name)
+                found = await self._latest_checkpoint()
+                if found is not None and found.name == checkpoint.name:
+                    raise  # its objects are as they were written: the cause is another one
+                checkpoint = found
+        request = pb.CreateModelRequest(
+            model_id=source.model_id, path=source.folder, seed=source.seed, transport=source.transport
+        )
+        await stub.CreateModel(request, timeout=_LOAD_SECONDS)
+        return 0
+
+    async def _load_checkpoint(self, stub: "LearnerServiceAsyncStub", checkpoint: checkpoint_pb2.Checkpoint) -> int:
         log.info("loading %s", checkpoint.name)
         loading = pb.LoadStateRequest(
-            model_id=source.model_id,
-            path=source.folder,
+            model_id=self._source.model_id,
+            path=self._source.folder,
             store_url=checkpoint.store_url,
             objects=checkpoint.objects,
-            transport=source.transport,
-            seed=source.seed,
+            transport=self._source.transport,
+            seed=self._source.seed,
         )
         return (await stub.LoadState(loading, timeout=_LOAD_SECONDS)).op_id
 

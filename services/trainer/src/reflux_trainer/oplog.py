@@ -1,6 +1,6 @@
 """Learner operations as they are logged and replayed: what changes the model's state, in order, with its data."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from reflux.trainer.v1 import learner_service_pb2 as pb
@@ -37,7 +37,10 @@ async def send(
     return await stub.OptimStep(operation, timeout=COMPUTE_SECONDS)
 
 
-async def replay(stub: "LearnerServiceAsyncStub", logged: Sequence[tuple[int, bytes]]) -> None:
-    """Runs logged operations in order."""
+async def replay(
+    stub: "LearnerServiceAsyncStub", logged: Sequence[tuple[int, bytes]], progress: Callable[[], None]
+) -> None:
+    """Runs logged operations in order; calls `progress` after each, because all together may take long."""
     for _op_id, raw in logged:
         await send(stub, decode(raw))
+        progress()

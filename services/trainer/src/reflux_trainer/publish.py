@@ -6,6 +6,7 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+from uuid import uuid4
 
 import grpc
 
@@ -62,7 +63,6 @@ class Publisher:
         self._timeout = sync_timeout_seconds
         self._running: asyncio.Task[None] | None = None
         self.last: Sync | None = None
-        self.history: list[Sync] = []
 
     def start(self, on_commit: Callable[[int], Awaitable[None]]) -> None:
         """Begins to publish the learner's present weights; `on_commit` gets the version."""
@@ -92,19 +92,20 @@ class Publisher:
             replicas=replicas,
             pause_ms=pause_ms,
         )
-        self.history.append(self.last)
 
     async def _publish_twice(self) -> learner_pb.PublishWeightsResponse:
-        failures, end = 0, time.monotonic() + self._timeout
+        failures, end, request_id = 0, time.monotonic() + self._timeout, str(uuid4())
         while True:
             try:
-                return await self._learner.publish(self._timeout)
+                return await self._learner.publish(self._timeout, request_id)
             except LearnerFailed as error:
                 # A broker that restarts is waited for; a receiver that refuses gets one more chance.
                 failures += not error.transient
                 if failures > 1 or (error.transient and time.monotonic() > end):
                     raise SyncFailed(f"the new weights did not reach the fleet: {error}") from None
                 log.warning("publishing failed, trying once more: %s", error)
+                if not error.unknown:
+                    request_id = str(uuid4())  # the old one would be answered with the old outcome
                 await asyncio.sleep(_RETRY_SECONDS)
 
     async def _replicas(self) -> tuple[dict[str, int], float]:
