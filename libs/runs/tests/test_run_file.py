@@ -76,7 +76,23 @@ def test_an_empty_run_file_is_the_recipe():
     assert (counts.samples_per_step, counts.window_prompts, counts.rl_samples) == (256, 64, 38_400)
     assert counts.evaluation_prompts == 800 + 2 * 64
     assert counts.checkpoints == 14
+    assert 0 < counts.largest_batch_bytes < 1 << 20
     assert "samples per step: 256" in counts.lines()
+
+
+def test_a_batch_that_no_learner_takes_is_refused_with_one_that_it_does():
+    document = {"rl": {"groups_per_step": 60_000, "samples_per_group": 1000}, "warmup": {"batch_size": 2_000_000}}
+    with pytest.raises(ConfigError, match="the learner takes 256 MiB") as caught:
+        preflight(load_document(document), CATALOG)
+    works = {refusal.key: int(refusal.works.split()[0]) for refusal in caught.value.refusals}
+    assert set(works) == {"rl.groups_per_step", "warmup.batch_size"}
+    document["rl"]["groups_per_step"], document["warmup"]["batch_size"] = works.values()
+    assert preflight(load_document(document), CATALOG).largest_batch_bytes <= 256 << 20
+
+
+def test_each_stage_ends_with_a_checkpoint():
+    config = load_document({"warmup": {"steps": 3}, "rl": {"steps": 4}, "checkpoint": {"every_steps": 2}})
+    assert derive(config).checkpoints == 2 + 2
 
 
 def test_the_written_toml_reads_back_to_the_same_configuration():

@@ -1,6 +1,7 @@
 """Pure policies: window and lag, batch composition, learning rate, run states, watchdog."""
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,7 +10,8 @@ from hypothesis import strategies as st
 
 from reflux_kit.errors import WrongState
 from reflux_runs.config import Algorithm, RlConfig, RunConfig
-from reflux_trainer.advantages import training_batch
+from reflux_runs.preflight import derive
+from reflux_trainer.advantages import loss_config, training_batch
 from reflux_trainer.algo.registry import Algorithm as Known
 from reflux_trainer.backlog import Backlog, closing_of
 from reflux_trainer.figures import lag_counts
@@ -114,6 +116,26 @@ def test_unknown_rewards_are_left_out_of_the_batch_and_of_the_baseline():
     assert [completion.advantage for completion in sent.completions] == pytest.approx([0.707106, -0.707106], abs=1e-5)
     assert advantages[0][1] == 0
     assert np.isclose(advantages[0].sum(), 0)
+
+
+def test_the_aggregation_follows_the_method():
+    found = {
+        (algorithm, loss): loss_config(RlConfig(algorithm=algorithm, loss=loss, max_tokens=7))
+        for algorithm in ("grpo", "dr_grpo")
+        for loss in ("ppo", "gspo")
+    }
+    assert found["grpo", "ppo"].aggregation == "token_mean"
+    assert (found["dr_grpo", "ppo"].aggregation, found["dr_grpo", "ppo"].constant_length) == ("constant", 7)
+    assert found["grpo", "gspo"].aggregation == found["dr_grpo", "gspo"].aggregation == "sequence_mean"
+
+
+def test_the_largest_batch_that_a_run_file_may_ask_for_fits_its_bound():
+    tokens = [1_900_000] * 12
+    samples = [Sample(tokens, [-1.0] * 12, "stop", [Span(0, 0, 12)]) for _ in range(8)]
+    asked = replace(group(0), token_ids=[1_900_000] * 64, samples=samples, grades=[Grade("scored", 1.0)] * 8)
+    config = RunConfig(rl=RlConfig(groups_per_step=40))
+    request, _ = training_batch(1, "run", [asked] * 40, config.rl)
+    assert request.ByteSize() <= derive(config, 64).largest_batch_bytes
 
 
 def test_sampling_seeds_depend_on_run_and_prompt_only():

@@ -83,10 +83,12 @@ class RlConfig(_Section):
     """Reinforcement learning."""
 
     algorithm: Algorithm = "grpo"
-    """Advantage estimator over the rewards of one group."""
+    """Advantage estimator over the rewards of one group. With `dr_grpo` the loss divides every answer by the constant
+    length `max_tokens` (arXiv 2503.20783); the others average over all tokens of the batch."""
 
     loss: Loss = "ppo"
-    """Policy loss per token."""
+    """Policy loss per token. `gspo` averages over the tokens of each answer first, then over the answers
+    (arXiv 2507.18071), whatever the algorithm."""
 
     steps: Count = 150
     """Optimizer steps."""
@@ -158,7 +160,8 @@ class CheckpointConfig(_Section):
     """Checkpoints: learner state, loop cursor and queue cut as one commit."""
 
     every_steps: CountOrZero = 25
-    """Steps between checkpoints, in warm-up too; 0 writes none, and recovery replays from the beginning."""
+    """Steps between checkpoints, in warm-up too, and one behind the last step of each stage; 0 writes none, and
+    recovery replays from the beginning."""
 
 
 class FleetConfig(_Section):

@@ -12,6 +12,13 @@ from reflux_runs.errors import ConfigError, Refusal
 FRESH_CONTEXT_TOKENS = 64
 """Context of a freshly initialised model: prompt and answer of the example fit twice."""
 TASK_GROUP = "reflux.tasks"
+MAX_BATCH_MIB = 256
+"""Largest request that a learner takes, in MiB; one batch is one request."""
+_TOKEN_BYTES = 3
+"""Most bytes of a token id on the wire (vocabularies up to 2 million)."""
+_LOGPROB_BYTES = 4
+_MESSAGE_BYTES = 32
+"""Bound of what a completion or a prompt costs beside its tokens."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +47,8 @@ class Counts:
     evaluation_prompts: int
     """Held-out prompts of the main set over all evaluations."""
     checkpoints: int
+    largest_batch_bytes: int
+    """Bound of the largest request to the learner."""
 
     def lines(self) -> list[str]:
         """One line per count for people."""
@@ -51,8 +60,8 @@ def installed_catalog() -> Catalog:
     return Catalog(tasks=sorted({entry.name for entry in entry_points(group=TASK_GROUP)}))
 
 
-def derive(config: RunConfig) -> Counts:
-    """Counts of a configuration that passed `preflight`."""
+def derive(config: RunConfig, prompt_tokens: int = FRESH_CONTEXT_TOKENS) -> Counts:
+    """Counts of a configuration that passed `preflight`; `prompt_tokens` is the length of the longest prompt."""
     rl, every = config.rl, config.checkpoint.every_steps
     between = (rl.steps - 1) // config.evaluation.every_steps if config.evaluation.every_steps else 0
     return Counts(
@@ -63,17 +72,45 @@ def derive(config: RunConfig) -> Counts:
         warmup_examples=config.warmup.steps * config.warmup.batch_size,
         optimizer_steps=config.warmup.steps + rl.steps,
         evaluation_prompts=2 * config.evaluation.prompts + between * config.evaluation.intermediate_prompts,
-        checkpoints=config.warmup.steps // every + rl.steps // every if every else 0,
+        checkpoints=-(-config.warmup.steps // every) + -(-rl.steps // every) if every else 0,
+        largest_batch_bytes=max(_batch_bytes(config, prompt_tokens).values()),
     )
 
 
 def preflight(config: RunConfig, catalog: Catalog | None = None) -> Counts:
     """Refuses what cannot work, all at once, with ConfigError; returns the derived counts."""
     catalog = installed_catalog() if catalog is None else catalog
-    refusals = [*_batch(config), *_task(config, catalog), *_model(config, catalog)]
+    prompt_tokens = (catalog.prompt_tokens or {}).get(config.task.name, FRESH_CONTEXT_TOKENS)
+    refusals = [
+        *_batch(config),
+        *_task(config, catalog),
+        *_model(config, catalog),
+        *_message_size(config, prompt_tokens),
+    ]
     if refusals:
         raise ConfigError(tuple(refusals))
-    return derive(config)
+    return derive(config, prompt_tokens)
+
+
+def _batch_bytes(config: RunConfig, prompt_tokens: int) -> dict[str, int]:
+    """Bound of one batch's bytes by the key that sets the number of its prompts."""
+    rl, prompt = config.rl, prompt_tokens * _TOKEN_BYTES + _MESSAGE_BYTES
+    answer = rl.max_tokens * (_TOKEN_BYTES + _LOGPROB_BYTES) + _MESSAGE_BYTES
+    return {
+        "rl.groups_per_step": rl.groups_per_step * (prompt + rl.samples_per_group * answer),
+        "warmup.batch_size": config.warmup.batch_size * (prompt + answer),
+    }
+
+
+def _message_size(config: RunConfig, prompt_tokens: int) -> list[Refusal]:
+    found, most = [], MAX_BATCH_MIB << 20
+    for key, size in _batch_bytes(config, prompt_tokens).items():
+        section, _, name = key.partition(".")
+        count = getattr(getattr(config, section), name)
+        if size > most:
+            reason = f"one batch could take {size >> 20} MiB, the learner takes {MAX_BATCH_MIB} MiB"
+            found.append(Refusal(key, count, reason, f"{max(1, count * most // size)} or less"))
+    return found
 
 
 def _batch(config: RunConfig) -> list[Refusal]:

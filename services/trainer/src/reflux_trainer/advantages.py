@@ -16,6 +16,22 @@ def advantages_of(group: Group, config: RlConfig) -> np.ndarray:
     return ADVANTAGES[config.algorithm](rewards_of(group))
 
 
+def loss_config(config: RlConfig) -> pb.LossConfig:
+    """Loss and aggregation of a run.
+
+    GSPO is a mean over answers of a mean over their tokens (arXiv 2507.18071), Dr. GRPO divides by a constant length
+    (arXiv 2503.20783), everything else by the number of the batch's tokens (DAPO, arXiv 2503.14476).
+    """
+    loss = pb.LossConfig(name=config.loss, clip_low=config.clip_low, clip_high=config.clip_high)
+    if config.loss == "gspo":
+        loss.aggregation = "sequence_mean"
+    elif config.algorithm == "dr_grpo":
+        loss.aggregation, loss.constant_length = "constant", config.max_tokens
+    else:
+        loss.aggregation = "token_mean"
+    return loss
+
+
 def training_batch(
     op_id: int, model_id: str, groups: Sequence[Group], config: RlConfig
 ) -> tuple[pb.ForwardBackwardRequest, list[np.ndarray]]:
@@ -25,9 +41,7 @@ def training_batch(
         op_id=op_id,
         model_id=model_id,
         groups=[_prompt_group(group, values) for group, values in zip(groups, advantages, strict=True)],
-        loss=pb.LossConfig(
-            name=config.loss, clip_low=config.clip_low, clip_high=config.clip_high, aggregation="token_mean"
-        ),
+        loss=loss_config(config),
     )
     return request, advantages
 

@@ -14,6 +14,7 @@ from reflux.trainer.v1.learner_service_pb2_grpc import LearnerServiceStub
 from reflux_kit.channel import open_channel
 from reflux_kit.errors import reason_of
 from reflux_kit.settings import ServiceSettings
+from reflux_runs.preflight import MAX_BATCH_MIB
 from reflux_trainer import oplog
 from reflux_trainer.learners import LearnerEntry, LearnerRegistry
 from reflux_trainer.queue.ledger import Ledger
@@ -209,5 +210,5 @@ class LearnerClient:
             return
         await self.close()
         self._entry = entry
-        self._channel = open_channel(entry.address, self._settings, subject="trainer")
+        self._channel = open_channel(entry.address, self._settings, subject="trainer", max_message_mib=MAX_BATCH_MIB)
         self._stub = LearnerServiceStub(self._channel)

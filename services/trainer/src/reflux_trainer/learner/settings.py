@@ -5,6 +5,7 @@ from typing import Annotated
 from pydantic import Field
 
 from reflux_kit.settings import ServiceSettings, prefix
+from reflux_runs.preflight import MAX_BATCH_MIB
 
 
 class LearnerSettings(ServiceSettings):
@@ -13,6 +14,9 @@ class LearnerSettings(ServiceSettings):
     model_config = prefix("learner")
 
     http_listen: str = "127.0.0.1:0"
+
+    max_message_mib: int = Field(default=MAX_BATCH_MIB, ge=1, le=1024)
+    """A batch is one request; the run file's check refuses what exceeds the default."""
 
     run: Annotated[str, Field(validation_alias="REFLUX_RUN")] = ""
     """Needed. Run that the learner serves."""
