@@ -49,6 +49,24 @@ async def test_a_learner_announces_its_address_again_and_again() -> None:
             assert status.model_id == ""
 
 
+async def test_a_learner_says_at_its_start_which_transports_work(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    async with build(LearnerSettings(run="run-1")):
+        assert "transfer backend" in caplog.text
+
+
+async def test_a_batch_of_many_megabytes_is_taken() -> None:
+    settings = LearnerSettings(run="run-1", trainer_address="127.0.0.1:1", drain_seconds=0)
+    completion = learner_pb.Completion(token_ids=[1] * 1_000_000, behaviour_logprobs=[-1.0] * 1_000_000)
+    group = learner_pb.PromptGroup(prompt_token_ids=[1], completions=[completion, completion])
+    request = learner_pb.ForwardBackwardRequest(op_id=1, model_id="run-1", groups=[group])
+    assert request.ByteSize() > 8 << 20
+    async with build(settings) as service, running(service, settings) as served, open_channel(served.grpc) as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await LearnerServiceStub(channel).ForwardBackward(request)  # type: ignore[misc]
+    assert caught.value.code() is not grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
 async def test_a_stack_with_a_secret_refuses_calls_without_a_token() -> None:
     settings = LearnerSettings(run="run-1", trainer_address="127.0.0.1:1", stack_secret="s", drain_seconds=0)
     async with build(settings) as service, running(service, settings) as served, open_channel(served.grpc) as channel:
