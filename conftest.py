@@ -6,8 +6,9 @@ _left_out: list[str] = []
 
 
 def pytest_deselected(items: list[pytest.Item]) -> None:
-    """Remembers the files of deselected tests."""
-    _left_out.extend(f"{item.path.name}::{getattr(item, 'originalname', item.name)}" for item in items)
+    """Remembers long tests that were deselected."""
+    slow = [item for item in items if item.get_closest_marker("slow")]
+    _left_out.extend(f"{item.path.name}::{getattr(item, 'originalname', item.name)}" for item in slow)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

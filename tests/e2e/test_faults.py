@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import grpc
 import psutil
 import pytest
 from e2e_stack import HANG_SECONDS, small_run
@@ -18,34 +19,44 @@ SERVICES = ["sandbox", "valkey", "trainer", "weight-broker", "inference-gateway"
 ROLES = ["engine", "rollout", "learner"]
 
 
-async def run_to_the_end(harness, name, kill):
-    """Starts a run, calls `kill(run)` in the middle of it, checks the ledger at the end."""
+async def run_to_the_end(harness, name, victim, after_seconds=0.0):
+    """Starts a run, kills `victim` in the middle of it, sees it come back, checks the ledger at the end."""
     created = await harness.create(small_run(name, rl={"steps": STEPS}))
     running = await harness.wait_step(created.name, 3)
     assert running.state == Run.STATE_RUNNING, running.message
-    await kill(running)
+    await asyncio.sleep(after_seconds)
+    pid = await pid_of(harness, running, victim)
+    harness.kill(pid)
+    back = asyncio.create_task(came_back(harness, running, victim, pid))
     ended = await harness.wait_end(created.name)
     assert ended.state == Run.STATE_SUCCEEDED, ended.message
+    if victim in SERVICES or after_seconds == 0:
+        await asyncio.wait_for(back, HANG_SECONDS)
+    back.cancel()
     summary = harness.summary(ended)
     assert summary["steps"] == STEPS
     assert summary["ledger"]["violations"] == []
     assert summary["ledger"]["trained"] == STEPS * 4
 
 
-@pytest.mark.parametrize("role", ROLES)
-async def test_a_run_survives_kill_9_of_a_role(harness, role):
-    async def kill(run):
-        harness.kill(await harness.role_pid(run, role))
-
-    await run_to_the_end(harness, f"kill-{role}", kill)
+async def pid_of(harness, run, victim):
+    return await harness.role_pid(run, victim) if victim in ROLES else harness.record.pids[victim]
 
 
-@pytest.mark.parametrize("service", SERVICES)
-async def test_a_run_survives_kill_9_of_a_service(harness, service):
-    async def kill(_run):
-        harness.kill(harness.record.pids[service])
+async def came_back(harness, run, victim, old_pid):
+    """Returns when another process has taken the victim's place, while the run goes on."""
+    while True:
+        try:
+            if await pid_of(harness, run, victim) != old_pid:
+                return
+        except grpc.aio.AioRpcError:
+            pass  # the scheduler itself is coming back
+        await asyncio.sleep(0.05)
 
-    await run_to_the_end(harness, f"kill-{service}", kill)
+
+@pytest.mark.parametrize("victim", [*ROLES, *SERVICES])
+async def test_a_run_survives_kill_9(harness, victim):
+    await run_to_the_end(harness, f"kill-{victim}", victim)
 
 
 @pytest.mark.slow
@@ -53,13 +64,7 @@ async def test_a_run_survives_kill_9_of_a_service(harness, service):
 async def test_a_run_survives_kill_9_of_any_process_at_any_time(harness, seed):
     victims = [*ROLES, *SERVICES]
     victim = victims[seed % len(victims)]
-
-    async def kill(run):
-        await asyncio.sleep((seed * 0.37) % 2.0)
-        pid = await harness.role_pid(run, victim) if victim in ROLES else harness.record.pids[victim]
-        harness.kill(pid)
-
-    await run_to_the_end(harness, f"soak-{victim}-{seed}", kill)
+    await run_to_the_end(harness, f"soak-{victim}-{seed}", victim, after_seconds=(seed * 0.37) % 2.0)
 
 
 async def test_ctrl_c_of_the_demo_leaves_no_process_behind(tmp_path):
@@ -72,13 +77,15 @@ async def test_ctrl_c_of_the_demo_leaves_no_process_behind(tmp_path):
     environment["REFLUX_TRAINER_RUNS_DIR"] = str(tmp_path / "runs")
     process = subprocess.Popen(
         [sys.executable, "-m", "reflux_client.main", "demo", "--file", str(path)],
-        env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+        env=environment, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        start_new_session=True,
     )  # fmt: skip
     try:
         tree: list[psutil.Process] = []
         for _ in range(int(HANG_SECONDS * 5)):
             tree = psutil.Process(process.pid).children(recursive=True)
-            if any("learner" in " ".join(_command_line(each)) for each in tree):
+            started = [" ".join(_command_line(each)) for each in tree]
+            if all(sum(role in line for line in started) >= 2 for role in ("engine.main", "rollout.main")):
                 break
             await asyncio.sleep(0.2)
         assert len(tree) >= 10
@@ -87,8 +94,20 @@ async def test_ctrl_c_of_the_demo_leaves_no_process_behind(tmp_path):
     finally:
         process.kill()
     assert process.returncode == 130, output
-    _, alive = psutil.wait_procs(tree, timeout=20)
-    assert [_command_line(each) for each in alive] == []
+    psutil.wait_procs(tree, timeout=20)
+    left = [
+        each
+        for each in psutil.process_iter()
+        if _environment(each).get("REFLUX_TRAINER_RUNS_DIR") == str(tmp_path / "runs")
+    ]
+    assert [_command_line(each) for each in left] == []
+
+
+def _environment(process: psutil.Process) -> dict[str, str]:
+    try:
+        return process.environ()
+    except psutil.Error:
+        return {}
 
 
 def _command_line(process: psutil.Process) -> list[str]:

@@ -1,22 +1,33 @@
 """Every gRPC method of every service answers an empty and a random request with a status, and no traceback in a log."""
 
 import random
+import re
+from pathlib import Path
 
+import aiohttp
 import grpc
 import pytest
-from google.protobuf import descriptor_pool, message_factory
+from e2e_stack import small_run
+from google.protobuf import message_factory
 from google.protobuf.descriptor import FieldDescriptor, MethodDescriptor
 from google.protobuf.message import Message
 
 from reflux.checkpoint.v1 import checkpoint_service_pb2 as checkpoint
+from reflux.inference_gateway.v1 import engine_service_pb2 as engine
 from reflux.inference_gateway.v1 import inference_gateway_service_pb2 as gateway
+from reflux.inference_gateway.v1.inference_gateway_service_pb2_grpc import InferenceGatewayServiceStub
 from reflux.sandbox.v1 import sandbox_service_pb2 as sandbox
 from reflux.scheduler.v1 import agent_service_pb2 as agent
 from reflux.scheduler.v1 import scheduler_service_pb2 as scheduler
 from reflux.trainer.v1 import trainer_service_pb2 as trainer
+from reflux.trainer.v1.trainer_service_pb2_grpc import TrainerServiceStub
 from reflux.weight_broker.v1 import weight_broker_service_pb2 as broker
 from reflux_client import connection
+from reflux_kit import auth
 from reflux_kit.channel import open_channel
+from reflux_kit.settings import ServiceSettings
+
+ROOT = Path(__file__).parents[2]
 
 FILES = {
     "checkpoint": (checkpoint, "CheckpointService"),
@@ -114,7 +125,36 @@ async def test_a_method_answers_empty_and_random_requests_with_a_status(harness,
         assert "Traceback" not in file.read()
 
 
-def test_all_services_of_all_protos_are_covered():
-    pool = descriptor_pool.Default()
-    covered = {pool.FindServiceByName(method.containing_service.full_name).name for _, method in METHODS}
-    assert covered == {name for _, name in FILES.values()}
+@pytest.mark.parametrize(
+    ("service", "method"), METHODS, ids=[f"{service}-{method.name}" for service, method in METHODS]
+)
+async def test_a_method_refuses_calls_without_the_stacks_token(harness, service, method):
+    request = message_factory.GetMessageClass(method.input_type)()
+    for token in ("", "nonsense", auth.mint("another secret", "intruder")):
+        async with open_channel(harness.record.grpc[service], ServiceSettings(token=token, stack_secret="")) as channel:
+            assert await status_of(channel, method, request) is grpc.StatusCode.UNAUTHENTICATED
+
+
+async def test_the_processes_of_a_run_refuse_calls_without_the_stacks_token(harness):
+    created = await harness.create(small_run("guarded", rl={"steps": 400}))
+    await harness.wait_step(created.name, 1)
+    async with connection.channel("inference-gateway") as channel:
+        listed = await InferenceGatewayServiceStub(channel).ListReplicas(gateway.ListReplicasRequest())
+    status = engine.DESCRIPTOR.services_by_name["EngineService"].methods_by_name["GetStatus"]
+    for replica in listed.replicas:
+        async with open_channel(replica.grpc_address, ServiceSettings(token="", stack_secret="")) as channel:
+            code = await status_of(channel, status, engine.GetStatusRequest())
+        assert code is grpc.StatusCode.UNAUTHENTICATED
+        async with aiohttp.ClientSession() as session, session.get(f"{replica.http_url}/v1/models") as response:
+            assert response.status == 401
+    assert listed.replicas
+    async with connection.channel("trainer") as channel:
+        await TrainerServiceStub(channel).CancelRun(trainer.CancelRunRequest(name=created.name))
+    await harness.wait_end(created.name)
+
+
+def test_every_service_of_every_proto_is_covered():
+    """The two services of a run's processes have their own tests of the same kind beside them."""
+    text = "".join(path.read_text() for path in (ROOT / "protos").rglob("*_service.proto"))
+    declared = set(re.findall(r"^service (\w+)", text, re.MULTILINE))
+    assert {name for _, name in FILES.values()} == declared - {"LearnerService", "EngineService"}

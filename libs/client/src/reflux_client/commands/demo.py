@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from reflux_client import connection, seeds_table, stack
-from reflux_client.commands.runs import create, follow
+from reflux_client.commands.runs import create, follow, report_of
 from reflux_client.runfile import load_run_file
 
 EXAMPLE = Path("examples/xrd-phase-id/run.toml")
@@ -44,12 +44,6 @@ def _own_stack() -> Iterator[None]:
         os.environ.update(before)
 
 
-def _report(folder: Path) -> Path:
-    from reflux_client.report.build import write_report  # charts load slowly: only where they are drawn
-
-    return write_report(folder)
-
-
 def _train(file: Path, seed: int | None, overrides: dict[str, Any] | None = None) -> Path:
     """Runs `file` to its end on the present stack; returns the run folder. Raises `ClientError` when it fails."""
     created = asyncio.run(create(load_run_file(file, seed, overrides)))
@@ -69,7 +63,7 @@ def demo(file: Path, seed: int | None) -> None:
         folder = _train(file, seed)
     summary = json.loads((folder / "summary.json").read_text())
     click.echo(f"held-out reward {summary['reward_after_warmup']:.3f} -> {summary['reward_final']:.3f}")
-    click.echo(f"report {_report(folder)}")
+    click.echo(f"report {report_of(folder)}")
     click.echo(f"a sample's path: REFLUX_STATE_DIR={STATE} reflux trace {folder.name}/0")
 
 
@@ -84,7 +78,7 @@ def demo_seeds(file: Path, write_readme: bool) -> None:
     for label, seed, overrides in jobs:
         with _own_stack():
             folder = _train(file, seed, overrides)
-        _report(folder)
+        report_of(folder)
         rows.append((label, json.loads((folder / "summary.json").read_text())))
     table = seeds_table.render(rows)
     click.echo(table)

@@ -36,7 +36,17 @@ def run(file: Path, seed: int | None, resume_run: str, detach: bool) -> None:
     created = asyncio.run(create(config, resume_run))
     click.echo(f"run {created.name.removeprefix('runs/')}  folder {created.folder}")
     if not detach:
-        sys.exit(0 if follow(created.name) else 1)
+        succeeded = follow(created.name)
+        if (Path(created.folder) / "summary.json").exists():  # the trainer may run on another host
+            click.echo(f"report {report_of(Path(created.folder))}")
+        sys.exit(0 if succeeded else 1)
+
+
+def report_of(folder: Path) -> Path:
+    """Writes the report of a run folder and returns its path."""
+    from reflux_client.report.build import write_report  # charts load slowly: only where they are drawn
+
+    return write_report(folder)
 
 
 async def create(config: Any, resume_run: str = "") -> Run:
@@ -64,9 +74,10 @@ def follow(name: str) -> bool:
             ended = asyncio.run(_follow(name, view, lambda: None))
     else:
         ended = asyncio.run(_follow(name, view, _Printer(view).tick))
-    if ended.state != Run.STATE_SUCCEEDED:
-        click.echo(f"run {name.removeprefix('runs/')} {view.state}: {ended.message}", err=True)
-    return ended.state == Run.STATE_SUCCEEDED
+    succeeded = ended.state == Run.STATE_SUCCEEDED
+    reason = f": {ended.message}" if ended.message else ""
+    click.echo(f"run {name.removeprefix('runs/')} {view.state} after {ended.step} steps{reason}", err=not succeeded)
+    return succeeded
 
 
 class _Printer:
