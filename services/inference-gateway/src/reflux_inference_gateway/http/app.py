@@ -25,7 +25,6 @@ log = logging.getLogger(__name__)
 
 _MIN_VERSION = "X-Reflux-Min-Version"
 _OPEN_PATHS = ("/healthz", "/metrics")
-_RUN = "reflux.run"
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -57,7 +56,7 @@ class OpenAiDoor:
     async def model(self, request: web.Request) -> web.Response:
         """One model, or 404."""
         name = request.match_info["model"]
-        _check_scope(request, name)
+        self._check_scope(request, name)
         if name not in self.dispatcher.table.models():
             raise _unknown(name)
         return web.json_response(_model(name))
@@ -66,7 +65,7 @@ class OpenAiDoor:
         """Relays a completion or chat request to a replica."""
         body = await _read(request)
         shadow = read_shadow(body)
-        _check_scope(request, shadow.model)
+        self._check_scope(request, shadow.model)
         await self._known(shadow.model)
         want = Want(
             model_id=shadow.model,
@@ -138,14 +137,19 @@ class OpenAiDoor:
 
     @web.middleware
     async def _token(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        if self.settings.stack_secret and request.path not in _OPEN_PATHS:
-            request[_RUN] = auth.from_header(self.settings.stack_secret, request.headers.get("Authorization")).run
+        if request.path not in _OPEN_PATHS:
+            self._run_of(request)
         return await handler(request)
 
+    def _run_of(self, request: web.Request) -> str:
+        """The run that the caller's token is for; empty when it is the stack's, or none is needed."""
+        if not self.settings.stack_secret:
+            return ""
+        return auth.from_header(self.settings.stack_secret, request.headers.get("Authorization")).run
 
-def _check_scope(request: web.Request, model: str) -> None:
-    if run := request.get(_RUN):
-        scope.check_run(model, run, "model")
+    def _check_scope(self, request: web.Request, model: str) -> None:
+        if run := self._run_of(request):
+            scope.check_run(model, run, "model")
 
 
 async def _read(request: web.Request) -> bytes:
