@@ -14,6 +14,7 @@ from reflux_runs.preflight import derive
 from reflux_trainer.advantages import loss_config, training_batch
 from reflux_trainer.algo.registry import Algorithm as Known
 from reflux_trainer.backlog import Backlog, closing_of
+from reflux_trainer.evaluate import set_figures
 from reflux_trainer.figures import lag_counts
 from reflux_trainer.problems import sampling_seed
 from reflux_trainer.queue.groups import DeadPrompt
@@ -136,6 +137,13 @@ def test_the_largest_batch_that_a_run_file_may_ask_for_fits_its_bound():
     config = RunConfig(rl=RlConfig(groups_per_step=40))
     request, _ = training_batch(1, "run", [asked] * 40, config.rl)
     assert request.ByteSize() <= derive(config, 64).largest_batch_bytes
+
+
+def test_an_unknown_grade_is_not_a_reward_of_zero():
+    unknown = Grade("infra_error", 0.0)
+    assert set_figures("held", [unknown, unknown]) == {"eval/held/prompts": 0.0, "eval/held/unknown": 2.0}
+    figures = set_figures("held", [Grade("scored", 1.0), Grade("invalid", 0.0), unknown])
+    assert (figures["eval/held/reward"], figures["eval/held/valid"]) == (0.5, 0.5)
 
 
 def test_sampling_seeds_depend_on_run_and_prompt_only():

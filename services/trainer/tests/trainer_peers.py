@@ -40,6 +40,7 @@ class Learner(learner_grpc.LearnerServiceServicer):
         self.publish_failures = 0
         self.publish_codes, self.publish_ids, self.publish_seconds = [], [], 0.0
         self.damaged = set()
+        self.hold = None
 
     async def CreateModel(self, request, context):
         self.model_id, self.op_id, self.version = request.model_id, 0, 0
@@ -71,6 +72,8 @@ class Learner(learner_grpc.LearnerServiceServicer):
         return new
 
     async def ForwardBackward(self, request, context):
+        if self.hold is not None:
+            await self.hold.wait()
         self._operate(request)
         tokens = sum(len(each.token_ids) for group in request.groups for each in group.completions)
         return learner.ForwardBackwardResponse(loss=0.5, tokens=tokens, entropy=1.0, seconds=0.001)
@@ -153,6 +156,7 @@ class Sandbox(sandbox_grpc.SandboxServiceServicer):
         self.created = Counter()
         self.watchers = []
         self.silent = False
+        self.ungraded = 0
         self.hold = None
 
     async def CreateVerification(self, request, context):
@@ -170,6 +174,12 @@ class Sandbox(sandbox_grpc.SandboxServiceServicer):
                 for index in range(len(request.answers))
             ],
         )
+        if self.ungraded and len(request.answers) == 1:  # held-out answers come one by one
+            self.ungraded -= 1
+            grade = verification_pb2.Grade(
+                outcome=verification_pb2.Grade.OUTCOME_INFRA_ERROR, message="no child is ready"
+            )
+            self.jobs[name].grades[0].CopyFrom(grade)
         if not self.silent:
             for watcher in self.watchers:
                 watcher.put_nowait(self.jobs[name])
@@ -246,6 +256,7 @@ class Scheduler(scheduler_grpc.SchedulerServiceServicer):
         self.changed = asyncio.Event()
         self.cancelled = asyncio.Event()
         self.created = asyncio.Event()
+        self.place = None
         self.hold = None
         self.roles = []
 
@@ -254,6 +265,8 @@ class Scheduler(scheduler_grpc.SchedulerServiceServicer):
         self.changed.set()
 
     async def CreateJob(self, request, context):
+        if self.place is not None:
+            await self.place.wait()
         self.roles = list(request.roles)
         self.created.set()
         return scheduler.CreateJobResponse(job=self.job)

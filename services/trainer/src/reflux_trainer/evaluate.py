@@ -25,8 +25,15 @@ CONCURRENCY = 96
 """Held-out prompts under way at once."""
 TIER_CONCURRENCY = 2
 TRANSCRIPTS = 8
+MAX_UNKNOWN_SHARE = 0.1
+"""Share of held-out answers without a grade above which an evaluation says nothing about the model."""
+_ROUNDS = 3
 _ANSWER_SECONDS = 120.0
 _TIER_SECONDS = {"surrogate": 60.0, "full": 240.0}
+
+
+class EvaluationFailed(RuntimeError):
+    """Too many held-out answers have no grade, several times in a row; the text is the last cause."""
 
 
 @dataclass(frozen=True)
@@ -39,19 +46,24 @@ class Answered:
 
 
 def set_figures(name: str, grades: Sequence[Grade]) -> dict[str, float]:
-    """Figures of one set: mean reward over known grades with its standard error, exact and valid share. Pure."""
+    """Figures of one set: mean reward over known grades with its standard error, exact and valid share. Pure.
+
+    Without any known grade there are the counts only: an unknown reward is not 0.
+    """
     rewards = [grade.reward for grade in grades if grade.known]
     count = len(rewards)
-    mean = sum(rewards) / count if count else 0.0
+    counts = {f"eval/{name}/prompts": float(count), f"eval/{name}/unknown": float(len(grades) - count)}
+    if not count:
+        return counts
+    mean = sum(rewards) / count
     variance = sum((reward - mean) ** 2 for reward in rewards) / (count - 1) if count > 1 else 0.0
     exact = [grade.figures.get("exact", float(grade.reward >= 1.0 - 1e-9)) for grade in grades if grade.known]
     return {
         f"eval/{name}/reward": mean,
-        f"eval/{name}/reward_se": math.sqrt(variance / count) if count else 0.0,
-        f"eval/{name}/exact": sum(exact) / count if count else 0.0,
-        f"eval/{name}/valid": sum(grade.outcome == "scored" for grade in grades) / max(1, len(grades)),
-        f"eval/{name}/prompts": float(count),
-        f"eval/{name}/unknown": float(len(grades) - count),
+        f"eval/{name}/reward_se": math.sqrt(variance / count),
+        f"eval/{name}/exact": sum(exact) / count,
+        f"eval/{name}/valid": sum(grade.outcome == "scored" for grade in grades) / count,
+        **counts,
     }
 
 
@@ -127,16 +139,32 @@ class Evaluator:
         task = self._tasks[name]
         questions = await asyncio.to_thread(lambda: [question(task, "heldout", index) for index in range(count)])
 
-        async def one(asked: Question) -> Answered:
+        async def one(asked: Question, attempt: int) -> Answered:
             async with limit:
-                answered = await self._one(name, asked, version)
+                answered = await self._one(name, asked, version, attempt)
                 self._waits.progress()
                 return answered
 
-        return await asyncio.gather(*map(one, questions))
+        answered = list(await asyncio.gather(*(one(asked, 0) for asked in questions)))
+        for attempt in range(1, _ROUNDS + 1):
+            unknown = [place for place, each in enumerate(answered) if not each.grade.known]
+            if len(unknown) <= MAX_UNKNOWN_SHARE * count:
+                break
+            text = f"{len(unknown)} of {count} answers of the held-out set {name} have no grade"
+            cause = answered[unknown[-1]].grade
+            if attempt == _ROUNDS:
+                raise EvaluationFailed(
+                    f"{text}, {_ROUNDS} times in a row; the last one: {cause.message or cause.outcome}"
+                )
+            log.warning("%s (%s), asking again", text, cause.message or cause.outcome)
+            again = await asyncio.gather(*(one(answered[place].question, attempt) for place in unknown))
+            for place, each in zip(unknown, again, strict=True):
+                answered[place] = each
+        return answered
 
-    async def _one(self, name: str, asked: Question, version: int) -> Answered:
-        key = f"evaluation/{name}/{version}/{asked.index}"
+    async def _one(self, name: str, asked: Question, version: int, attempt: int) -> Answered:
+        # Another key for each attempt: a job of the sandbox that ended without a grade stays so.
+        key = f"evaluation/{name}/{version}/{asked.index}" + (f"/{attempt}" if attempt else "")
         try:
             (sample,) = await self._generator.generate(
                 f"{self._run}/{key}",
