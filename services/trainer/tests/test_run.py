@@ -1,6 +1,9 @@
 """Whole runs in one process: real trainer, real queue, real rollout worker; peers that speak the real protocols."""
 
+import asyncio
 import json
+import re
+import time
 from contextlib import AsyncExitStack
 from pathlib import Path
 from uuid import uuid4
@@ -42,7 +45,8 @@ async def test_a_run_goes_through_its_stages_and_leaves_its_records(world):
     assert summary["evaluations"]["final"]["held"]["surrogate_prompts"] == 2
     assert summary["peak_rss_bytes"] > 0
     assert sum(summary["lag_histogram"].values()) == 4 * 3 * 2
-    assert [made.cursor.step for made in world.checkpoints.committed] == [0, 2, 4]
+    assert [made.cursor.step for made in world.checkpoints.committed] == [0, 0, 2, 4]
+    assert [made.cursor.warmup_step for made in world.checkpoints.committed] == [2, 3, 3, 3]
     async with from_url(world.url) as client:
         trimmed = int(await client.hget(RunKeys(short(run)).cursor, "trimmed_op_id"))
     assert trimmed == world.checkpoints.committed[-2].cursor.op_id  # the older one can be replayed
@@ -167,9 +171,55 @@ async def test_a_run_whose_workers_never_come_fails_with_phase_party_and_age(wor
     async with world.trainer() as stub:
         run = await create(stub, config(rl={"no_progress_seconds": 1.0}))
         await world.announce(stub, short(run))
+        moved = time.monotonic()
         ended = (await events_of(stub, run.name))[-1].run
     assert ended.state == Run.STATE_FAILED
-    assert "rollout workers" in ended.message
+    assert re.search(r"wait_rollout: waiting for the rollout workers to finish prompt 0 since \d+ s", ended.message)
+    assert time.monotonic() - moved < 1.0 + 30.0
+
+
+async def test_a_learner_that_never_answers_ends_the_run_with_phase_party_and_age(world):
+    world.learner.hold = asyncio.Event()
+    async with world.trainer() as stub:
+        run = await create(stub, config(rl={"no_progress_seconds": 2.0}))
+        await world.announce(stub, short(run))
+        moved = time.monotonic()
+        ended = (await events_of(stub, run.name))[-1].run
+        world.learner.hold.set()
+    assert ended.state == Run.STATE_FAILED
+    assert re.search(r"limit 2 s\); train: waiting for the learner's ForwardBackward since \d+ s", ended.message)
+    assert time.monotonic() - moved < 2.0 + 30.0
+
+
+async def test_a_scheduler_that_never_answers_ends_the_run_too(world):
+    world.scheduler.place = asyncio.Event()
+    async with world.trainer() as stub:
+        run = await create(stub, config(rl={"no_progress_seconds": 2.0}))
+        ended = (await events_of(stub, run.name))[-1].run
+        world.scheduler.place.set()
+    assert ended.state == Run.STATE_FAILED
+    assert re.search(r"start: waiting for the scheduler to place the run's job since \d+ s", ended.message)
+
+
+async def test_held_out_answers_without_a_grade_are_asked_for_again(world):
+    world.sandbox.ungraded = 5
+    async with world.trainer() as stub:
+        run = await create(stub, config())
+        ended = (await finish(world, stub, run))[-1].run
+    assert ended.state == Run.STATE_SUCCEEDED
+    held = json.loads((Path(ended.folder) / "summary.json").read_text())["evaluations"]["after_warmup"]["held"]
+    assert (held["prompts"], held["unknown"]) == (4, 0)
+
+
+async def test_an_evaluation_without_grades_fails_the_run_and_is_no_reward_of_zero(world):
+    world.sandbox.ungraded = 1000
+    async with world.trainer() as stub:
+        run = await create(stub, config())
+        ended = (await finish(world, stub, run))[-1].run
+    assert ended.state == Run.STATE_FAILED
+    assert "4 of 4 answers of the held-out set held have no grade" in ended.message
+    assert "no child is ready" in ended.message
+    assert json.loads((Path(ended.folder) / "summary.json").read_text())["reward_after_warmup"] is None
 
 
 async def test_a_job_that_ends_takes_the_run_with_it_and_says_why(world):
@@ -186,7 +236,7 @@ async def test_a_job_that_ends_takes_the_run_with_it_and_says_why(world):
 
 async def test_a_learner_that_never_comes_is_named(world):
     async with world.trainer() as stub:
-        run = await create(stub, config(rl={"no_progress_seconds": 0.5}))
+        run = await create(stub, config(rl={"no_progress_seconds": 2.0}))
         ended = (await events_of(stub, run.name))[-1].run
     assert ended.state == Run.STATE_FAILED
     assert "learner to announce itself" in ended.message

@@ -55,16 +55,22 @@ class Attempt:
 
     async def run(self) -> None:
         """Does everything that is left of the run. Raises what ended it otherwise."""
-        async with AsyncExitStack() as stack:
+        async with AsyncExitStack() as stack, asyncio.TaskGroup() as tasks, self._watched(tasks) as helpers:
             with self._phase("start"):
-                await self._assembly.prepare()
-                self.processes = RunProcesses(
-                    self._record.run, self._record.attempt, self._record.config, self._assembly.model, self._peers
-                )
-                await self._on_job(await self.processes.start(self._record.job))
-            async with asyncio.TaskGroup() as tasks, self._watched(tasks, self.processes):
-                parts = await stack.enter_async_context(self._assembly.assemble(tasks))
-                await self._stages(parts, self.processes)
+                processes = await self._started()
+            helpers.append(tasks.create_task(processes.follow(), name="follow job"))
+            parts = await stack.enter_async_context(self._assembly.assemble(tasks))
+            await self._stages(parts, processes)
+
+    async def _started(self) -> RunProcesses:
+        with self._waits.on("start", "the task's data, the run's folder and its newest checkpoint"):
+            await self._assembly.prepare()
+        record = self._record
+        processes = RunProcesses(record.run, record.attempt, record.config, self._assembly.model, self._peers)
+        self.processes = processes
+        with self._waits.on("start", "the scheduler to place the run's job"):
+            await self._on_job(await processes.start(record.job))
+        return processes
 
     async def _stages(self, parts: Parts, processes: RunProcesses) -> None:
         config, cursor = self._record.config, self._assembly.cursor
@@ -78,7 +84,8 @@ class Attempt:
             deadline = time.monotonic() + self._peers.settings.start_seconds
             await processes.fleet_ready(self._waits, deadline)
             await self._first_publish(parts)
-        if not self._assembly.evaluated(0):
+        # Later weights must not pass for those after warm-up.
+        if cursor.step == 0 and not self._assembly.evaluated(0):
             with self._phase("evaluation"):
                 await parts.evaluator.full(0, parts.issuer.version)
         await self._on_state("RUNNING")
@@ -116,16 +123,15 @@ class Attempt:
         await parts.ledger.expire(QUEUE_KEPT_SECONDS)
 
     @asynccontextmanager
-    async def _watched(self, tasks: asyncio.TaskGroup, processes: RunProcesses) -> AsyncIterator[None]:
-        """Watchers of the attempt; any of them may end it with a named cause."""
+    async def _watched(self, tasks: asyncio.TaskGroup) -> AsyncIterator[list[asyncio.Task[None]]]:
+        """Watchers of the attempt; any of them may end it with a named cause. Yields the list of what ends with it."""
         limit = self._record.config.rl.no_progress_seconds
         workers = WorkerWatch(self._assembly.worker_beats, self._waits, min(WORKERS_GONE_SECONDS, int(limit) + 1))
         helpers = [
             tasks.create_task(watch(self._waits, limit, workers), name="watchdog"),
-            tasks.create_task(processes.follow(), name="follow job"),
             tasks.create_task(self._memory.watch(), name="memory"),
         ]
-        yield
+        yield helpers
         for helper in helpers:
             helper.cancel()
 

@@ -3,7 +3,7 @@
 from reflux_trainer.advantages import training_batch
 from reflux_trainer.parts import Parts
 from reflux_trainer.queue.ledger import Cursor
-from reflux_trainer.steps import StepLog, decide, due, optimizer_request, optimizer_span
+from reflux_trainer.steps import StepLog, checkpoint_due, decide, due, optimizer_request, optimizer_span
 
 
 async def train(parts: Parts, cursor: Cursor) -> Cursor:
@@ -34,7 +34,7 @@ async def train(parts: Parts, cursor: Cursor) -> Cursor:
                 await parts.issuer.fill()
 
         parts.publisher.start(committed)
-        if due(cursor.step, parts.config.checkpoint.every_steps, rl.steps):
+        if checkpoint_due(cursor.step, parts.config.checkpoint.every_steps, rl.steps):
             await parts.checkpoints.start(cursor, optim.version, log.epoch)
         await log.write(cursor, batch, advantages, forward, optim)
         if due(cursor.step, parts.config.evaluation.every_steps, rl.steps - 1):

@@ -36,6 +36,11 @@ def due(step: int, every: int, last: int) -> bool:
     return every > 0 and step % every == 0 and 0 < step <= last
 
 
+def checkpoint_due(step: int, every: int, last: int) -> bool:
+    """True for every `every`-th step and for the last one, which is what the stage was for; 0 means never."""
+    return due(step, every, last) or (every > 0 and step == last)
+
+
 def optimizer_request(parts: Parts, cursor: Cursor) -> pb.OptimStepRequest:
     """The optimizer step of step `cursor.step`; the first one forgets the moments of warm-up."""
     return pb.OptimStepRequest(

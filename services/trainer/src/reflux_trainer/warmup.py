@@ -10,7 +10,7 @@ from reflux_trainer.parts import Parts
 from reflux_trainer.problems import question
 from reflux_trainer.queue.ledger import Cursor
 from reflux_trainer.schedule import warmup_rate
-from reflux_trainer.steps import due
+from reflux_trainer.steps import checkpoint_due, due
 
 EVENT_EVERY_STEPS = 5
 
@@ -35,7 +35,7 @@ async def warm_up(parts: Parts, cursor: Cursor) -> Cursor:
         cursor = await parts.ledger.log_step(after, [oplog.encode(request), oplog.encode(step)], [])
         forward = await parts.learner.forward_backward(request)
         optim = await parts.learner.optim_step(step)
-        if due(cursor.warmup_step, parts.config.checkpoint.every_steps, stage.steps):
+        if checkpoint_due(cursor.warmup_step, parts.config.checkpoint.every_steps, stage.steps):
             await parts.checkpoints.start(cursor, optim.version, 0)
         if due(cursor.warmup_step, EVENT_EVERY_STEPS, stage.steps) or cursor.warmup_step == stage.steps:
             await _write(parts, cursor, forward, optim, time.monotonic() - started)

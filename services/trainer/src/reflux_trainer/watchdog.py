@@ -69,12 +69,13 @@ class Waits:
         still = self._clock() - self._moved
         if still <= limit_seconds or any(wait.exempt for wait in self._open):
             return
+        raise NoProgress(f"no progress for {still:.0f} s (limit {limit_seconds:.0f} s); {self.describe()}")
+
+    def describe(self) -> str:
+        """Phase, waiting party and age of each open wait."""
         now = self._clock()
         named = [f"{wait.phase}: waiting for {wait.party} since {now - wait.since:.0f} s" for wait in self._open]
-        raise NoProgress(
-            f"no progress for {still:.0f} s (limit {limit_seconds:.0f} s); "
-            + ("; ".join(named) or "nothing is waited for")
-        )
+        return "; ".join(named) or "nothing is waited for"
 
 
 class WorkerWatch:
@@ -94,7 +95,8 @@ class WorkerWatch:
         self._last = beats
         if self._silent >= self._limit:
             raise WorkersGone(
-                f"all rollout workers are gone: none of {len(beats)} has been heard of for {self._silent} s"
+                f"all rollout workers are gone: none of {len(beats)} has been heard of for {self._silent} s; "
+                f"{self._waits.describe()}"
             )
 
 
