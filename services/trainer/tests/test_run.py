@@ -17,6 +17,7 @@ from trainer_world import CONFIG, Run, config, create, events_of, finish, short,
 from reflux.trainer.v1 import run_pb2
 from reflux.trainer.v1 import trainer_service_pb2 as pb
 from reflux_kit.errors import reason_of
+from reflux_trainer import checkpointing
 from reflux_trainer.queue.keys import RunKeys
 
 
@@ -249,6 +250,42 @@ async def test_checkpoints_that_fail_are_reported_and_training_goes_on(world):
         ended = (await finish(world, stub, run))[-1].run
     assert ended.state == Run.STATE_SUCCEEDED
     assert world.checkpoints.committed == []
+    assert ended.message == "4 checkpoints failed, the last one at step 4: the object store is away"
+    summary = json.loads((Path(ended.folder) / "summary.json").read_text())
+    assert len(summary["checkpoint_failures"]) == 4
+    lines = [json.loads(line) for line in (Path(ended.folder) / "events.jsonl").read_text().splitlines()]
+    failures = [text for line in lines for text in line.get("detail", {}).get("checkpoint_failures", [])]
+    assert "step 2: the object store is away" in failures
+
+
+async def test_a_long_operation_log_is_told_to_people(world, monkeypatch):
+    monkeypatch.setattr(checkpointing, "MAX_KEPT_OPERATIONS", 10)
+    async with world.trainer() as stub:
+        run = await create(stub, config(checkpoint={"every_steps": 0}))
+        ended = (await finish(world, stub, run))[-1].run
+    assert ended.state == Run.STATE_SUCCEEDED
+    assert "the operation log holds 10 operations" in ended.message
+
+
+async def test_a_step_that_was_decided_before_a_crash_has_an_event(world):
+    async with AsyncExitStack() as stack:
+        async with world.trainer() as stub:
+            run = await create(stub, config(rl={"steps": 6}))
+            await stack.enter_async_context(world.worker(short(run)))
+            await world.announce(stub, short(run))
+            await until(stub, run.name, lambda event: event.progress.stage == "rl" and event.progress.step >= 2)
+        path = world.folder / short(run) / "events.jsonl"
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        last = max(line["step"] for line in lines if line["stage"] == "rl")
+        kept = [line for line in lines if (line["stage"], line["step"]) != ("rl", last)]
+        path.write_text("".join(json.dumps(line) + "\n" for line in kept))
+        async with world.trainer() as stub:
+            await world.announce(stub, short(run))
+            ended = (await events_of(stub, run.name))[-1].run
+    assert ended.state == Run.STATE_SUCCEEDED
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert sorted({line["step"] for line in lines if line["stage"] == "rl"}) == [1, 2, 3, 4, 5, 6]
+    assert json.loads((path.parent / "summary.json").read_text())["groups"]["trained"] == 18
 
 
 async def test_a_checkpoint_that_is_committed_already_is_no_failure(world, caplog):

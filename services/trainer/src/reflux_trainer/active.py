@@ -37,6 +37,7 @@ class ActiveRun:
         self._store = store
         self._cancelled = False
         self._closing = False
+        self._warning = ""
         # An empty context: the deadline and the trace of the call that started the run are not the run's.
         self.task = asyncio.create_task(self._run(), name=f"run {record.run}", context=contextvars.Context())
 
@@ -52,11 +53,12 @@ class ActiveRun:
             self.task.cancel()
 
     async def _run(self) -> None:
-        attempt = Attempt(self.record, self._peers, self.control, self._on_state, self._on_job)
+        attempt = Attempt(self.record, self._peers, self.control, self._on_state, self._on_job, self._on_warning)
         state: State = "SUCCEEDED"
         message = ""
         try:
             await attempt.run()
+            message = self._warning
         except asyncio.CancelledError:
             if not self._cancelled:
                 raise  # the trainer stops
@@ -95,6 +97,11 @@ class ActiveRun:
 
     async def _on_job(self, job: str) -> None:
         await self._store.update(self.record.run, lambda found: replace(self._owned(found), job=job))
+
+    async def _on_warning(self, text: str) -> None:
+        """Shows something that goes wrong without ending the run; the last one stays in the run's message."""
+        self._warning = text
+        await self._store.update(self.record.run, lambda found: replace(self._owned(found), message=text))
 
     def _owned(self, found: RunRecord) -> RunRecord:
         if found.attempt != self.record.attempt:

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from reflux_trainer import folder
 from reflux_trainer.backlog import Backlog
 from reflux_trainer.checkpointing import Checkpoints, from_message
 from reflux_trainer.clients.generation import Generator
-from reflux_trainer.clients.verification import open_verifications
+from reflux_trainer.clients.verification import Verifications, open_verifications
 from reflux_trainer.codec import Codec
 from reflux_trainer.consume import BatchFormer
 from reflux_trainer.control import Control
@@ -37,11 +37,19 @@ log = logging.getLogger(__name__)
 class Assembly:
     """What `prepare` finds is used by `assemble`; both belong to one attempt."""
 
-    def __init__(self, record: RunRecord, peers: Peers, waits: Waits, control: Control) -> None:
+    def __init__(
+        self,
+        record: RunRecord,
+        peers: Peers,
+        waits: Waits,
+        control: Control,
+        warn: Callable[[str], Awaitable[None]],
+    ) -> None:
         self._record = record
         self._peers = peers
         self._waits = waits
         self._control = control
+        self._warn = warn
         self._folder = Path(record.folder)
         self._journal = Journal(peers.redis, record.run, self._folder)
         self._ledger = Ledger(peers.redis, record.run, record.attempt)
@@ -78,66 +86,68 @@ class Assembly:
             run=self._record.run,
             attempt=self._record.attempt,
             fingerprint=self._fingerprint,
+            warn=self._warn,
         )
 
     @asynccontextmanager
     async def assemble(self, tasks: asyncio.TaskGroup) -> AsyncIterator[Parts]:
         """Yields the parts; background work runs in `tasks`."""
-        record, config, peers = self._record, self._record.config, self._peers
+        record, rl = self._record, self._record.config.rl
         async with AsyncExitStack() as stack:
-            codec = Codec(self.model)
-            checkpoints = self._checkpoints()
-            source = ModelSource(record.run, str(self.model.resolve()), config.seed, config.fleet.transport)
-            learner = LearnerClient(
-                source,
-                peers.settings,
-                peers.learners,
-                self._ledger,
-                self._waits,
-                checkpoints.latest,
-                checkpoints.scrub,
-            )
+            codec, checkpoints = Codec(self.model), self._checkpoints()
+            learner = self._learner(checkpoints)
             stack.push_async_callback(learner.close)
-            checkpoints.attach(learner, tasks)
+            checkpoints.attach(learner, tasks, self.cursor.trimmed_op_id)
             window, backlog = await self._window_and_backlog()
-            task = next(iter(self._tasks.values()))
-            ahead = config.rl.groups_per_step * 2
-            issuer = Issuer(
-                record.run, self._queue, window, Questions(task, codec, ahead), self.cursor.next_prompt_index
-            )
-            verifications = await stack.enter_async_context(open_verifications(peers.sandbox, record.run))
-            stops = [] if codec.end_id is None else [codec.end_id]
-            generator = Generator(peers.gateway, record.run, max_tokens=config.rl.max_tokens, stop_token_ids=stops)
-            timeout = config.fleet.sync_timeout_seconds
+            questions = Questions(self._task, codec, ahead=2 * rl.groups_per_step)
+            issuer = Issuer(record.run, self._queue, window, questions, self.cursor.next_prompt_index)
+            verifications = await stack.enter_async_context(open_verifications(self._peers.sandbox, record.run))
             yield Parts(
                 run=record.run,
-                config=config,
+                config=record.config,
                 folder=self._folder,
-                task=task,
+                task=self._task,
                 codec=codec,
                 ledger=self._ledger,
                 queue=self._queue,
                 learner=learner,
-                publisher=Publisher(learner, peers.broker, tasks, self._waits, record.run, timeout),
+                publisher=self._publisher(learner, tasks),
                 checkpoints=checkpoints,
-                evaluator=Evaluator(
-                    record.run,
-                    config,
-                    self._tasks,
-                    codec,
-                    generator,
-                    verifications,
-                    self._journal,
-                    self._waits,
-                    tasks,
-                ),
+                evaluator=self._evaluator(codec, verifications, tasks),
                 journal=self._journal,
                 waits=self._waits,
                 control=self._control,
                 window=window,
                 issuer=issuer,
-                batches=BatchFormer(self._queue, backlog, window, issuer, self._waits, config.rl.groups_per_step),
+                batches=BatchFormer(self._queue, backlog, window, issuer, self._waits, rl.groups_per_step),
             )
+
+    @property
+    def _task(self) -> Task[Any]:
+        return next(iter(self._tasks.values()))
+
+    def _learner(self, checkpoints: Checkpoints) -> LearnerClient:
+        record, config, peers = self._record, self._record.config, self._peers
+        source = ModelSource(record.run, str(self.model.resolve()), config.seed, config.fleet.transport)
+        return LearnerClient(
+            source,
+            peers.settings,
+            peers.learners,
+            self._ledger,
+            self._waits,
+            checkpoints.latest,
+            checkpoints.scrub,
+        )
+
+    def _publisher(self, learner: LearnerClient, tasks: asyncio.TaskGroup) -> Publisher:
+        timeout = self._record.config.fleet.sync_timeout_seconds
+        return Publisher(learner, self._peers.broker, tasks, self._waits, self._record.run, timeout)
+
+    def _evaluator(self, codec: Codec, verifications: Verifications, tasks: asyncio.TaskGroup) -> Evaluator:
+        run, config = self._record.run, self._record.config
+        stops = [] if codec.end_id is None else [codec.end_id]
+        generator = Generator(self._peers.gateway, run, max_tokens=config.rl.max_tokens, stop_token_ids=stops)
+        return Evaluator(run, config, self._tasks, codec, generator, verifications, self._journal, self._waits, tasks)
 
     async def _window_and_backlog(self) -> tuple[Window, Backlog]:
         """Window and backlog as the ledger says: open prompts of earlier attempts stay open, closed ones closed."""

@@ -2,6 +2,8 @@
 
 import asyncio
 import logging
+from collections import deque
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from uuid import uuid4
@@ -22,6 +24,9 @@ METHODS = tuple(
 )
 """Idempotent methods that the channel may repeat."""
 _SCRUB_SECONDS = 600.0
+MAX_KEPT_OPERATIONS = 4000
+"""Operations in the log beyond which people are warned: Redis keeps them, and a recovery replays them all."""
+_KEPT = 20
 
 if TYPE_CHECKING:
     from reflux.checkpoint.v1.checkpoint_service_pb2_grpc import CheckpointServiceAsyncStub
@@ -58,6 +63,7 @@ class Checkpoints:
         run: str,
         attempt: int,
         fingerprint: str,
+        warn: Callable[[str], Awaitable[None]],
     ) -> None:
         self._stub = stub
         self._learner: LearnerClient | None = None
@@ -72,12 +78,31 @@ class Checkpoints:
         self._running: asyncio.Task[None] | None = None
         self._covered: int | None = None
         """Operation of the newest checkpoint that this attempt committed."""
-        self.failures: list[str] = []
-        self.committed: list[str] = []
+        self._trimmed = 0
+        self._warn_at = MAX_KEPT_OPERATIONS
+        self._warn = warn
+        self._failed = 0
+        self._unseen: list[str] = []
+        self.failures: deque[str] = deque(maxlen=_KEPT)
+        self.committed: deque[str] = deque(maxlen=_KEPT)
 
-    def attach(self, learner: LearnerClient, tasks: asyncio.TaskGroup) -> None:
-        """Gives it what writing needs; reading needs neither."""
-        self._learner, self._tasks = learner, tasks
+    def attach(self, learner: LearnerClient, tasks: asyncio.TaskGroup, trimmed_op_id: int) -> None:
+        """Gives it what writing needs; reading needs none of it. `trimmed_op_id` is where the operation log begins."""
+        self._learner, self._tasks, self._trimmed = learner, tasks, trimmed_op_id
+
+    def drain_failures(self) -> list[str]:
+        """Failures since the last call."""
+        unseen, self._unseen = self._unseen, []
+        return unseen
+
+    async def check_log(self, op_id: int) -> None:
+        """Warns when the operation log has grown long; `op_id` is the last logged one."""
+        kept = op_id - self._trimmed
+        if kept >= self._warn_at:
+            self._warn_at = 2 * kept
+            text = f"the operation log holds {kept} operations, which a recovery replays: no checkpoint covers them"
+            log.warning("%s of %s", text, self._run)
+            await self._warn(text)
 
     async def latest(self) -> checkpoint_pb2.Checkpoint | None:
         """The newest intact checkpoint. Raises DatasetChanged or CheckpointsAway."""
@@ -143,8 +168,12 @@ class Checkpoints:
                 log.info("a checkpoint at version %d is committed already: %s", due.version, error.details())
                 return
             text = error.details() if isinstance(error, grpc.aio.AioRpcError) else str(error)
-            self.failures.append(f"step {due.cursor.step}: {text}")
+            self._failed += 1
+            failure = f"step {due.cursor.step}: {text}"
+            self.failures.append(failure)
+            self._unseen.append(failure)
             log.error("checkpoint at version %d failed, training goes on: %s", due.version, text)
+            await self._warn(f"{self._failed} checkpoints failed, the last one at {failure}")
         finally:
             self._saved.set()
 
@@ -162,6 +191,7 @@ class Checkpoints:
         # The newest one may turn out to be damaged: the one before it must stay replayable.
         if self._covered is not None:
             await self._ledger.trim(self._covered)
+            self._trimmed, self._warn_at = self._covered, MAX_KEPT_OPERATIONS
         self._covered = saved.op_id
         log.info("committed %s at version %d", begun.checkpoint.name, due.version)
 

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 
@@ -40,6 +40,7 @@ class Attempt:
         control: Control,
         on_state: Callable[[State], Awaitable[None]],
         on_job: Callable[[str], Awaitable[None]],
+        on_warning: Callable[[str], Awaitable[None]],
     ) -> None:
         self._record = record
         self._peers = peers
@@ -49,9 +50,10 @@ class Attempt:
         self._waits = Waits()
         self._memory = MemoryPeak(peers.settings.stack_pid)
         self._phases: defaultdict[str, float] = defaultdict(float)
-        self._assembly = Assembly(record, peers, self._waits, control)
+        self._assembly = Assembly(record, peers, self._waits, control, on_warning)
         self.processes: RunProcesses | None = None
-        self.audit: Audit | None = None
+        self._audit: Audit | None = None
+        self._failures: Sequence[str] = ()
 
     async def run(self) -> None:
         """Does everything that is left of the run. Raises what ended it otherwise."""
@@ -60,6 +62,7 @@ class Attempt:
                 processes = await self._started()
             helpers.append(tasks.create_task(processes.follow(), name="follow job"))
             parts = await stack.enter_async_context(self._assembly.assemble(tasks))
+            self._failures = parts.checkpoints.failures
             await self._stages(parts, processes)
 
     async def _started(self) -> RunProcesses:
@@ -117,9 +120,9 @@ class Attempt:
         await parts.publisher.settled()
 
     async def _close_ledger(self, parts: Parts) -> None:
-        self.audit = await parts.ledger.audit(self._record.config.rl.groups_per_step)
-        if self.audit.violations:
-            raise LedgerBroken("; ".join(self.audit.violations[:5]))
+        self._audit = await parts.ledger.audit(self._record.config.rl.groups_per_step)
+        if self._audit.violations:
+            raise LedgerBroken("; ".join(self._audit.violations[:5]))
         await parts.ledger.expire(QUEUE_KEPT_SECONDS)
 
     @asynccontextmanager
@@ -141,16 +144,15 @@ class Attempt:
         if not folder.is_dir():
             return
         self._memory.sample()
-        document = summary.summarize(
-            record,
-            self._assembly.events(),
-            self.audit,
+        measured = summary.Measured(
             steps=steps,
             wall_seconds=(record.ended_at or time.time()) - record.created_at,
             phase_seconds=dict(self._phases),
             peak_rss_bytes=self._memory.peak_bytes,
+            audit=self._audit,
+            checkpoint_failures=list(self._failures),
         )
-        summary.write(folder, document)
+        summary.write(folder, summary.summarize(record, self._assembly.events(), measured))
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:

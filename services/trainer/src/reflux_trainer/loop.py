@@ -9,6 +9,7 @@ from reflux_trainer.steps import StepLog, checkpoint_due, decide, due, optimizer
 async def train(parts: Parts, cursor: Cursor) -> Cursor:
     """Reinforcement learning from `cursor` to the last step; every error leaves as an exception."""
     rl, log = parts.config.rl, StepLog(parts)
+    await log.write_missing(cursor)
     while cursor.step < rl.steps:
         await parts.control.gate(parts.waits)
         await parts.issuer.fill()

@@ -4,6 +4,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -115,6 +116,14 @@ class StepLog:
                 f"checkpoint is {(self._parts.checkpoints.committed or ['none'])[-1]}; a smaller rl.learning_rate helps"
             )
 
+    async def write_missing(self, cursor: Cursor) -> None:
+        """A short event for the last decided step when the trainer died before it wrote the step's own."""
+        parts = self._parts
+        if not cursor.step or any(e["stage"] == "rl" and e["step"] == cursor.step for e in parts.journal.events()):
+            return
+        figures = {"version": float(parts.learner.version), "groups/trained": float(parts.config.rl.groups_per_step)}
+        await parts.journal.write("rl", cursor.step, parts.config.rl.steps, figures, {"recovered": True})
+
     async def write(
         self,
         cursor: Cursor,
@@ -130,11 +139,14 @@ class StepLog:
             batch, self._version, forward, optim, times, parts.publisher.last, await parts.queue.depths()
         )
         figures["learning_rate"] = rl_rate(parts.config.rl, cursor.step - 1)
-        detail = {"lag": dict(lag_counts(batch.groups, self._version)), "applied": optim.applied}
+        detail: dict[str, Any] = {"lag": dict(lag_counts(batch.groups, self._version)), "applied": optim.applied}
+        if failures := parts.checkpoints.drain_failures():
+            detail["checkpoint_failures"] = failures
         if parts.publisher.last is not None:
             sync = parts.publisher.last
             detail |= {"replicas": sync.replicas, "sync": {"version": sync.version, "at": sync.at}}
         await parts.journal.write("rl", cursor.step, parts.config.rl.steps, figures, detail)
+        await parts.checkpoints.check_log(cursor.op_id)
         self._spans(cursor, batch.groups, advantages)
         STEP.labels(run=parts.run).set(cursor.step)
         REWARD.labels(run=parts.run).set(figures["reward/mean"])

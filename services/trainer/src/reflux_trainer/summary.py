@@ -2,7 +2,8 @@
 
 import json
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +14,19 @@ from reflux_trainer.records import RunRecord
 Events = Sequence[dict[str, Any]]
 
 
-def summarize(
-    record: RunRecord,
-    events: Events,
-    audit: Audit | None,
-    *,
-    steps: int,
-    wall_seconds: float,
-    phase_seconds: dict[str, float],
-    peak_rss_bytes: int,
-) -> dict[str, Any]:
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What the last attempt knows beside the events."""
+
+    steps: int
+    wall_seconds: float
+    phase_seconds: Mapping[str, float]
+    peak_rss_bytes: int
+    audit: Audit | None
+    checkpoint_failures: Sequence[str]
+
+
+def summarize(record: RunRecord, events: Events, measured: Measured) -> dict[str, Any]:
     """The document; figures that the run did not reach are null."""
     rl = [event for event in events if event["stage"] == "rl"]
     first, last = _ends(events, record.config.rl.steps)
@@ -31,28 +35,31 @@ def summarize(
         "state": record.shown_state,
         "message": record.message,
         "seed": record.config.seed,
-        "steps": steps,
+        "steps": measured.steps,
         "attempt": record.attempt,
         "reward_after_warmup": first.get("eval/held/reward"),
         "reward_final": last.get("eval/held/reward"),
         "evaluations": {"after_warmup": _sets(first), "final": _sets(last)},
-        "wall_seconds": round(wall_seconds, 3),
-        "phase_seconds": {name: round(seconds, 3) for name, seconds in phase_seconds.items()},
-        "peak_rss_bytes": peak_rss_bytes,
-        "trainer_idle": _mean(event["metrics"]["trainer_idle"] for event in rl),
-        "lag_histogram": _lags(rl),
-        "outcomes": {name: int(sum(event["metrics"][f"outcomes/{name}"] for event in rl)) for name in OUTCOMES},
-        "groups": {
-            name: int(sum(event["metrics"][f"groups/{name}"] for event in rl))
-            for name in ("trained", "filtered", "unknown", "dead")
-        },
-        "step_seconds": {
-            name: _mean(event["metrics"][f"time/{name}"] for event in rl)
-            for name in ("step", "wait_rollout", "train", "sync", "other", "generate", "verify")
-        },
-        "versions": _versions(rl),
-        "ledger": _ledger(audit) if audit else None,
+        "wall_seconds": round(measured.wall_seconds, 3),
+        "phase_seconds": {name: round(seconds, 3) for name, seconds in measured.phase_seconds.items()},
+        "peak_rss_bytes": measured.peak_rss_bytes,
+        **_steps(rl),
+        "checkpoint_failures": list(measured.checkpoint_failures),
+        "ledger": _ledger(measured.audit) if measured.audit else None,
         "config": record.config.model_dump(exclude_none=True),
+    }
+
+
+def _steps(rl: Events) -> dict[str, Any]:
+    """What follows from the events of the steps; one that was written after a crash has few figures."""
+    times = ("step", "wait_rollout", "train", "sync", "other", "generate", "verify")
+    return {
+        "trainer_idle": _mean(rl, "trainer_idle"),
+        "lag_histogram": _lags(rl),
+        "outcomes": {name: _total(rl, f"outcomes/{name}") for name in OUTCOMES},
+        "groups": {name: _total(rl, f"groups/{name}") for name in ("trained", "filtered", "unknown", "dead")},
+        "step_seconds": {name: _mean(rl, f"time/{name}") for name in times},
+        "versions": _versions(rl),
     }
 
 
@@ -101,6 +108,10 @@ def _versions(rl: Events) -> dict[str, list[list[float]]]:
     return dict(series)
 
 
-def _mean(values: Any) -> float | None:
-    found = list(values)
+def _total(rl: Events, name: str) -> int:
+    return int(sum(event["metrics"].get(name, 0.0) for event in rl))
+
+
+def _mean(rl: Events, name: str) -> float | None:
+    found = [event["metrics"][name] for event in rl if name in event["metrics"]]
     return sum(found) / len(found) if found else None
