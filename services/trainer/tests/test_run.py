@@ -297,12 +297,13 @@ async def test_a_checkpoint_that_is_committed_already_is_no_failure(world, caplo
 
 
 async def test_the_http_api_speaks_json_and_server_sent_events(world):
+    json_type = {"Content-Type": "application/json"}
     async with world.trainer() as stub, aiohttp.ClientSession() as http:
         async with http.post(world.http + "/v1/runs", json={"config": {"rl": {"batch_size": 100}}}) as refused:
             body = await refused.json()
             assert (refused.status, body["error"]["field"]) == (400, "rl.batch_size")
             assert "256" in body["error"]["works"]
-        async with http.post(world.http + "/v1/runs", data="{") as broken:
+        async with http.post(world.http + "/v1/runs", data="{", headers=json_type) as broken:
             assert broken.status == 400
         async with http.get(world.http + "/v1/runs/none") as missing:
             assert missing.status == 404
@@ -320,6 +321,25 @@ async def test_the_http_api_speaks_json_and_server_sent_events(world):
             assert (await listed.json())["runs"][0]["step"] == 4
         async with http.get(world.http + "/") as page:
             assert "reflux runs" in await page.text()
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"Origin": "https://elsewhere.example"}, 403),
+        ({"Origin": "http://127.0.0.1:1"}, 403),
+        ({"Origin": "null"}, 403),
+        ({"Host": "rebound.example"}, 403),
+        ({"Content-Type": "text/plain"}, 415),
+    ],
+)
+async def test_a_page_of_another_origin_cannot_start_a_run(world, headers, status):
+    async with world.trainer(), aiohttp.ClientSession() as http:
+        sent = {"Content-Type": "application/json"} | headers
+        async with http.post(world.http + "/v1/runs", data=json.dumps({"config": CONFIG}), headers=sent) as refused:
+            assert (refused.status, (await refused.json())["error"]["reason"]) == (status, "HTTP_ERROR")
+        async with http.get(world.http + "/v1/runs", headers={"Origin": world.http}) as own:
+            assert (await own.json())["runs"] == []
 
 
 async def test_http_calls_without_the_token_are_refused(world):

@@ -2,6 +2,7 @@
 
 import json
 from importlib import resources
+from urllib.parse import urlsplit
 from uuid import uuid4
 
 from aiohttp import web
@@ -18,6 +19,7 @@ from reflux_trainer.store import RunStore
 from reflux_trainer.supervisor import Supervisor
 
 _OPEN_PATHS = ("/", "/healthz", "/metrics")
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _MAX_BODY_BYTES = 1 << 20
 _STATUS = {
     "INVALID_REQUEST": 400,
@@ -50,7 +52,9 @@ def _guard(stack_secret: str) -> Middleware:
     @web.middleware
     async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
-            if stack_secret and request.path not in _OPEN_PATHS:
+            if not stack_secret:
+                _refuse_foreign_pages(request)
+            elif request.path not in _OPEN_PATHS:
                 auth.from_header(stack_secret, request.headers.get("Authorization"))
             return await handler(request)
         except web.HTTPException as error:
@@ -67,6 +71,26 @@ def _guard(stack_secret: str) -> Middleware:
             return _error(503, away.reason, str(away), {})
 
     return guard
+
+
+def _refuse_foreign_pages(request: web.Request) -> None:
+    """Without a secret the address is a loopback one, which any page in a browser of this machine can call: a page of
+    another origin must neither post (no form can send JSON unasked) nor read by a name that it made resolve to us."""
+    origin = request.headers.get("Origin")
+    for what, host in (("Host", request.host), ("Origin", origin.partition("://")[2] if origin else request.host)):
+        if _hostname(host) not in _LOOPBACK:
+            raise web.HTTPForbidden(reason=f"{what} is not this machine; set REFLUX_STACK_SECRET to serve others")
+    if origin and origin.partition("://")[2] != request.host:
+        raise web.HTTPForbidden(reason="Origin is another page's; set REFLUX_STACK_SECRET to serve it")
+    if request.method == "POST" and request.can_read_body and request.content_type != "application/json":
+        raise web.HTTPUnsupportedMediaType(reason="Content-Type must be application/json")
+
+
+def _hostname(host: str) -> str | None:
+    try:
+        return urlsplit(f"//{host}").hostname
+    except ValueError:  # an unfinished IPv6 address
+        return None
 
 
 def _error(status: int, reason: str, message: str, metadata: dict[str, str]) -> web.Response:
