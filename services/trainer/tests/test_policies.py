@@ -21,7 +21,7 @@ from reflux_trainer.queue.groups import DeadPrompt
 from reflux_trainer.queue.records import Grade, Group, Sample, Span
 from reflux_trainer.records import ENDED, STATES, RunRecord
 from reflux_trainer.schedule import learning_rate
-from reflux_trainer.watchdog import NoProgress, Waits, WorkersGone, WorkerWatch
+from reflux_trainer.watchdog import WORKER_FORGOTTEN_ROUNDS, NoProgress, Waits, WorkersGone, WorkerWatch
 from reflux_trainer.window import Window
 
 
@@ -198,6 +198,26 @@ def test_a_pause_is_no_standstill():
     waits.check(10)
 
 
+async def nothing(_names):
+    pass
+
+
+async def test_workers_that_never_come_back_are_forgotten():
+    beats, forgotten = {"dead": 1, "alive": 1}, []
+
+    async def read():
+        return dict(beats)
+
+    async def forget(names):
+        forgotten.extend(names)
+
+    watch = WorkerWatch(read, forget, Waits(), rounds=3)
+    for _ in range(WORKER_FORGOTTEN_ROUNDS + 1):
+        beats["alive"] += 1
+        await watch.check()
+    assert forgotten == ["dead"]
+
+
 async def test_workers_that_are_gone_are_told_from_a_redis_that_is_away():
     beats = {"w0": 1}
 
@@ -205,7 +225,7 @@ async def test_workers_that_are_gone_are_told_from_a_redis_that_is_away():
         return dict(beats)
 
     waits = Waits()
-    watch = WorkerWatch(read, waits, rounds=3)
+    watch = WorkerWatch(read, nothing, waits, rounds=3)
     for _ in range(9):
         await watch.check()  # nobody waits for rollouts: silence is fine
     with waits.on("wait_rollout", "workers"):
@@ -214,5 +234,5 @@ async def test_workers_that_are_gone_are_told_from_a_redis_that_is_away():
         await watch.check()
         await watch.check()
         await watch.check()
-        with pytest.raises(WorkersGone, match="none of 1"):
+        with pytest.raises(WorkersGone, match=r"none of 1 .*; wait_rollout: waiting for workers since \d+ s"):
             await watch.check()

@@ -93,6 +93,8 @@ async def test_a_heartbeat_keeps_a_claim_from_being_taken_over(redis_client, run
     assert await queue.heartbeat([claim]) == set()
     assert await PromptQueue(redis_client, run_id, "w1").claim_abandoned(10, 50) == []
     assert await groups.worker_beats() == {"w0": 1}
+    await groups.forget_workers(["w0"])
+    assert await groups.worker_beats() == {}
 
 
 async def test_a_poison_prompt_becomes_a_dead_letter_and_the_trainer_hears_of_it(redis_client, run_id):

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -161,6 +161,10 @@ class Assembly:
     async def worker_beats(self) -> dict[str, int]:
         """Heartbeats of the rollout workers."""
         return await self._queue.worker_beats()
+
+    async def forget_workers(self, names: Sequence[str]) -> None:
+        """Drops the heartbeats of workers that are gone for long."""
+        await self._queue.forget_workers(names)
 
     def evaluated(self, step: int) -> bool:
         """True when the evaluation behind `step` was written by an earlier attempt."""

@@ -129,7 +129,8 @@ class Attempt:
     async def _watched(self, tasks: asyncio.TaskGroup) -> AsyncIterator[list[asyncio.Task[None]]]:
         """Watchers of the attempt; any of them may end it with a named cause. Yields the list of what ends with it."""
         limit = self._record.config.rl.no_progress_seconds
-        workers = WorkerWatch(self._assembly.worker_beats, self._waits, min(WORKERS_GONE_SECONDS, int(limit) + 1))
+        rounds, source = min(WORKERS_GONE_SECONDS, int(limit) + 1), self._assembly
+        workers = WorkerWatch(source.worker_beats, source.forget_workers, self._waits, rounds)
         helpers = [
             tasks.create_task(watch(self._waits, limit, workers), name="watchdog"),
             tasks.create_task(self._memory.watch(), name="memory"),

@@ -3,10 +3,12 @@
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+WORKER_FORGOTTEN_ROUNDS = 300
+"""Rounds without a heartbeat after which the name of a worker is dropped."""
 WORKERS_GONE_SECONDS = 20
 """Rounds of one second without any heartbeat after which rollout workers count as gone."""
 
@@ -81,8 +83,16 @@ class Waits:
 class WorkerWatch:
     """Tells workers that are gone from a Redis that is away: only answered rounds count."""
 
-    def __init__(self, beats: Callable[[], Awaitable[dict[str, int]]], waits: Waits, rounds: int) -> None:
+    def __init__(
+        self,
+        beats: Callable[[], Awaitable[dict[str, int]]],
+        forget: Callable[[Sequence[str]], Awaitable[None]],
+        waits: Waits,
+        rounds: int,
+    ) -> None:
         self._beats = beats
+        self._forget = forget
+        self._still: dict[str, int] = {}
         self._waits = waits
         self._limit = rounds
         self._last: dict[str, int] = {}
@@ -92,12 +102,22 @@ class WorkerWatch:
         """One round. Raises WorkersGone after `rounds` silent ones while the loop waits for rollouts."""
         beats = await self._beats()
         self._silent = self._silent + 1 if beats == self._last and self._waits.waits_for("wait_rollout") else 0
+        await self._forget_dead(beats)
         self._last = beats
         if self._silent >= self._limit:
             raise WorkersGone(
                 f"all rollout workers are gone: none of {len(beats)} has been heard of for {self._silent} s; "
                 f"{self._waits.describe()}"
             )
+
+    async def _forget_dead(self, beats: dict[str, int]) -> None:
+        """Each restart of a worker brings a new name; those of the dead would stay for ever."""
+        self._still = {
+            name: self._still.get(name, 0) + 1 for name, count in beats.items() if self._last.get(name) == count
+        }
+        dead = [name for name, rounds in self._still.items() if rounds >= WORKER_FORGOTTEN_ROUNDS]
+        if dead:
+            await self._forget(dead)
 
 
 async def watch(waits: Waits, limit_seconds: float, workers: WorkerWatch | None, interval_seconds: float = 1.0) -> None:

@@ -74,3 +74,7 @@ class GroupQueue:
         """Heartbeats of each worker so far."""
         beats = await self._redis.hgetall(self._keys.workers)
         return {name.decode(): int(count) for name, count in beats.items()}
+
+    async def forget_workers(self, names: Sequence[str]) -> None:
+        """Drops the heartbeats of workers; one that lives after all begins anew."""
+        await self._redis.hdel(self._keys.workers, *names)
