@@ -67,7 +67,7 @@ def test_a_runs_token_reaches_no_other_run_and_no_operators_call(method, request
 
 
 def test_a_signed_token_without_a_scope_opens_nothing():
-    bare = jwt.encode({"sub": "somebody", "exp": time.time() + 60}, SECRET, algorithm="HS256")
+    bare = jwt.encode({"sub": "somebody", "exp": time.time() + 60}, auth._key(SECRET), algorithm="HS256")
     with pytest.raises(Unauthenticated, match="MissingRequiredClaim"):
         auth.verify(SECRET, bare)
 
