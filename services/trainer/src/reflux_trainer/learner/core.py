@@ -73,7 +73,7 @@ class Learner:
         sums = _Sums()
         poisoned, self.poisoned = self.poisoned, True  # what an exception leaves behind is half a gradient
         self.accumulated = True
-        for part in micro_batches(groups, loss, micro_batch or DEFAULT_MICRO_BATCH):
+        for part in micro_batches(groups, loss, micro_batch or DEFAULT_MICRO_BATCH, self.config.vocab_size):
             poisoned |= not math.isfinite(self._backward(part, loss, sums))
         self.poisoned = poisoned
         return sums.figures(time.perf_counter() - started)
@@ -96,7 +96,7 @@ class Learner:
     def score(self, groups: Sequence[GroupData], micro_batch: int = 0) -> list[list[list[float]]]:
         """Log-probs of every completion's tokens under the present weights: [group][completion][token]."""
         rows: list[list[float]] = []
-        for part in parts_for_scoring(groups, micro_batch or DEFAULT_MICRO_BATCH):
+        for part in parts_for_scoring(groups, micro_batch or DEFAULT_MICRO_BATCH, self.config.vocab_size):
             scores = packed_scores(self.params, self.config, pack_groups(part)).logprobs_T
             lengths = [len(completion.token_ids) for group in part for completion in group.completions]
             rows += [piece.tolist() for piece in scores.split(lengths)]
