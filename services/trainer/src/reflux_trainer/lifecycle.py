@@ -11,6 +11,7 @@ from pathlib import Path
 from reflux_trainer import summary
 from reflux_trainer.assembly import Assembly
 from reflux_trainer.control import Control
+from reflux_trainer.export import export_final
 from reflux_trainer.loop import train
 from reflux_trainer.memory import MemoryPeak
 from reflux_trainer.parts import Parts
@@ -97,7 +98,15 @@ class Attempt:
         with self._phase("evaluation"):
             await parts.evaluator.full(cursor.step, parts.issuer.version)
             await parts.evaluator.finished()
+        await self._export(parts)
         await self._close_ledger(parts)
+
+    async def _export(self, parts: Parts) -> None:
+        if not self._record.config.checkpoint.every_steps:
+            return
+        why = await export_final(parts, self._assembly.model, self._peers.settings.s3_endpoint)
+        if why:
+            log.warning("the trained model of %s is not exported: %s", parts.run, why)
 
     async def _learner_ready(self, parts: Parts, processes: RunProcesses, cursor: Cursor) -> None:
         seconds = self._peers.settings.start_seconds
