@@ -51,7 +51,7 @@ class Supervisor:
         for active in self._active.values():
             active.stop()
         if tasks:
-            _, late = await asyncio.wait(tasks, timeout=_STOP_SECONDS)
+            late = (await asyncio.wait(tasks, timeout=_STOP_SECONDS))[1]
             for task in late:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,4 +1,4 @@
-"""Advantages: the numeric vectors of the algorithms sheet and the properties that every estimator has."""
+"""Advantages: vectors worked out by hand from the formulas that `algo` names, and what every estimator must do."""
 
 import numpy as np
 import pytest

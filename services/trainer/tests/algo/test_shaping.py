@@ -1,4 +1,5 @@
-"""Penalties, KL estimators, off-policy weights and aggregation: the vectors of the algorithms sheet."""
+"""Penalties, KL estimators, off-policy weights and aggregation: vectors worked out by hand from
+the formulas that the modules of `algo` name."""
 
 import numpy as np
 import pytest

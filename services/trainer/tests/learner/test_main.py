@@ -44,7 +44,8 @@ async def test_a_learner_announces_its_address_again_and_again() -> None:
                 await trainer.twice.wait()
             assert {(each.run, each.address) for each in trainer.heard} == {("run-1", served.grpc)}
             async with open_channel(trainer.heard[0].address) as channel:
-                status = await LearnerServiceStub(channel).GetLearner(learner_pb.GetLearnerRequest())  # type: ignore[misc]
+                stub: Any = LearnerServiceStub(channel)
+                status = await stub.GetLearner(learner_pb.GetLearnerRequest())
             assert status.incarnation == trainer.heard[0].incarnation
             assert status.model_id == ""
 

@@ -1,4 +1,4 @@
--- Counts a failure of a prompt: it goes back to the stream, or to the dead letters (and the trainer is told) at the limit.
+-- Counts a failure of a prompt, which goes back to the stream, or at the limit to the dead letters (the trainer hears).
 -- KEYS: ledger, prompts, claims, attempts, dead, groups, samples, takes.
 -- ARGV: group, entry id, index, token, counted (0 or 1), limit, error.
 local index = ARGV[3]
