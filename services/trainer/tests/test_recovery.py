@@ -168,7 +168,7 @@ async def test_a_publish_that_may_still_run_is_joined_and_a_failed_one_begins_an
             await publisher.settled()
             first, second = learner.publish_ids
             assert (first == second) == joins
-    assert learner.publish_seconds > 2 * 5.0
+    assert learner.publish_seconds > 2 * 5.0 + 8.0  # both phases of a sync, and some more
 
 
 async def nothing(_version):

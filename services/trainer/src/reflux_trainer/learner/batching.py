@@ -13,7 +13,7 @@ from reflux_trainer.algo.aggregation import token_weights
 from reflux_trainer.learner.ops import CompletionData, GroupData, LossSpec
 
 MAX_ATTENTION_CELLS = 1 << 22
-"""Bound of rows * width^2 of one part: attention keeps such matrices per layer and head for the backward pass."""
+"""Bound of rows * width^2 of one part: the mask alone takes 5 bytes per cell."""
 MAX_LOGITS = 1 << 26
 """Bound of predicted tokens * vocabulary of one part."""
 
