@@ -14,6 +14,7 @@ from reflux_runs.preflight import derive
 from reflux_trainer.advantages import loss_config, training_batch
 from reflux_trainer.algo.registry import Algorithm as Known
 from reflux_trainer.backlog import Backlog, closing_of
+from reflux_trainer.consume import explain
 from reflux_trainer.evaluate import set_figures
 from reflux_trainer.figures import lag_counts
 from reflux_trainer.problems import sampling_seed
@@ -45,6 +46,15 @@ def group(index, rewards=(0.0, 1.0), version=0):
 )
 def test_groups_are_dropped_on_known_raw_rewards_only(rewards, closing):
     assert closing_of(group(0, rewards)) == closing
+
+
+@pytest.mark.parametrize(
+    ("rewards", "says"),
+    [((1.0, 1.0), "the task is solved"), ((0.0, 0.0), "warm up longer"), ((None, None), "no reward is known")],
+)
+def test_nothing_to_learn_says_whether_the_task_is_solved_or_hopeless(rewards, says):
+    dropped = [(group(index, rewards), closing_of(group(index, rewards))) for index in range(3)]
+    assert says in explain(dropped)
 
 
 def test_a_batch_waits_for_its_next_index_and_skips_what_was_dropped():

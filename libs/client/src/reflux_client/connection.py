@@ -51,6 +51,8 @@ def read_record(folder: Path | None = None) -> StackRecord | None:
         os.kill(record["pid"], 0)
     except (FileNotFoundError, ProcessLookupError):
         return None
+    except OSError as error:
+        raise ClientError(f"the state folder {folder} cannot be used: {error.strerror}") from None
     return StackRecord(
         pid=record["pid"],
         state_dir=folder,
@@ -69,7 +71,8 @@ def settings() -> ServiceSettings:
     record = read_record()
     if record is None:
         raise ClientError(
-            f"no stack runs in {state_dir()}: start one with `reflux up`, or name one with REFLUX_TRAINER_ADDRESS"
+            f"no stack runs in {state_dir()}: start one with `reflux up`, "
+            "or name one with REFLUX_STATE_DIR (local) or REFLUX_TRAINER_ADDRESS"
         )
     found = {field: record.grpc[name] for name, field in _ADDRESS_FIELDS.items()}
     return ServiceSettings.model_validate(found | {"redis_url": record.redis_url, "state_dir": str(record.state_dir)})

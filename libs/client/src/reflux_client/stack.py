@@ -17,14 +17,22 @@ _DOWN_SECONDS = 60.0
 
 def start(folder: Path, *, gateway_port: int = 0, trainer_port: int = 0, die_with_parent: bool = False) -> StackRecord:
     """Starts the supervisor and waits until all services serve. Raises `ClientError` with its last line."""
-    folder.mkdir(parents=True, exist_ok=True)
     log_path = folder / "devstack.log"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        log_path.touch()
+    except OSError as error:
+        raise ClientError(f"the state folder {folder} cannot be used: {error.strerror}") from None
+    runs_dir = os.environ.get("REFLUX_TRAINER_RUNS_DIR") or str(Path("runs").resolve())
     argv = [sys.executable, "-m", "reflux_devstack.main", "--state-dir", str(folder)]
     argv += ["--gateway-http-port", str(gateway_port), "--trainer-http-port", str(trainer_port)]
     if die_with_parent:
         argv.append("--die-with-parent")
+    environment = os.environ | {"REFLUX_TRAINER_RUNS_DIR": runs_dir}
     with log_path.open("w") as log:
-        process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
+        process = subprocess.Popen(
+            argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, env=environment
+        )
     try:
         return _wait_up(folder, process, log_path)
     except BaseException:

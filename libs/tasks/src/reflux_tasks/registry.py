@@ -23,7 +23,13 @@ def task_class(name: str) -> type[Task[Any]]:
     """Class of the task `name`; raises UnknownTask, or TypeError when the entry point is not a Task."""
     for entry in entry_points(group=GROUP):
         if entry.name == name:
-            loaded = entry.load()
+            try:
+                loaded = entry.load()
+            except ImportError as error:
+                raise UnknownTask(
+                    f"task {name!r} does not import ({error}); if it was installed after this process started, "
+                    "start the stack again: reflux down, reflux up"
+                ) from error
             if not (isinstance(loaded, type) and issubclass(loaded, Task)):
                 raise TypeError(f"entry point {entry.value} of group {GROUP} is not a subclass of Task")
             return loaded

@@ -4,7 +4,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from reflux_trainer.backlog import Backlog
+import numpy as np
+
+from reflux_trainer.backlog import Backlog, rewards_of
 from reflux_trainer.issue import Issuer
 from reflux_trainer.queue.groups import Arrival, Closing, GroupQueue
 from reflux_trainer.queue.records import Group
@@ -16,10 +18,32 @@ MAX_DROPPED_BATCHES = 40
 """Batches' worth of groups that may be dropped while one batch is formed; more, and at least MIN_DROPPED_LIMIT, means
 that the run cannot learn."""
 MIN_DROPPED_LIMIT = 1000
+SOLVED_REWARD = 0.9
+"""Mean reward of dropped groups above which their equal rewards mean success."""
 
 
 class NothingToLearn(RuntimeError):
     """Group after group was dropped; the message says for which reasons."""
+
+
+def explain(dropped: Sequence[tuple[Arrival, Closing]]) -> str:
+    """Why nothing is left to learn, and what helps: a solved task and a hopeless one look alike but for the reward."""
+    reasons = ", ".join(f"{count} {why}" for why, count in Counter(why for _, why in dropped).items())
+    rewards = [rewards_of(arrival) for arrival, _ in dropped if isinstance(arrival, Group)]
+    known = np.concatenate(rewards) if rewards else np.array([])
+    known = known[~np.isnan(known)]
+    head = f"{len(dropped)} groups were dropped for one batch ({reasons})"
+    if not known.size:
+        return f"{head}: no reward is known; check the verifier and the sandbox"
+    mean = float(known.mean())
+    if mean > SOLVED_REWARD:
+        return (
+            f"{head}: their mean reward is {mean:.2f}, the task is solved; make it harder, or take fewer rl.steps"
+        )
+    return (
+        f"{head}: rewards of a group hardly ever differ, their mean is {mean:.2f}; warm up longer, sample at a higher "
+        "rl.temperature or with more rl.samples_per_group, or check the verifier"
+    )
 
 
 @dataclass(frozen=True)
@@ -56,11 +80,7 @@ class BatchFormer:
         while not self._backlog.advance():
             dropped += await self._receive()
             if len(dropped) > self._limit:
-                reasons = ", ".join(f"{count} {why}" for why, count in Counter(why for _, why in dropped).items())
-                raise NothingToLearn(
-                    f"{len(dropped)} groups were dropped for one batch ({reasons}): rewards of a group hardly ever "
-                    "differ, or are not known; check the verifier, the warm-up and the sampling temperature"
-                )
+                raise NothingToLearn(explain(dropped))
         return Batch(self._backlog.take(), dropped, self._backlog.next_index)
 
     async def _receive(self) -> list[tuple[Arrival, Closing]]:

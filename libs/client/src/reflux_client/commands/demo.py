@@ -34,7 +34,6 @@ def _own_stack() -> Iterator[None]:
             shutil.rmtree(old) if old.is_dir() else old.unlink()
     before = dict(os.environ)
     os.environ |= {"REFLUX_STATE_DIR": str(folder), "REFLUX_STACK_PID": str(os.getpid())}
-    os.environ.setdefault("REFLUX_TRAINER_RUNS_DIR", str(Path("runs").resolve()))
     try:
         stack.start(folder, die_with_parent=True)
         yield

@@ -5,7 +5,7 @@ import time
 
 import click
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.tree import Tree
 
 from reflux.checkpoint.v1 import checkpoint_service_pb2 as checkpoint_pb
@@ -52,10 +52,12 @@ def checkpoints(run: str) -> None:
 async def _checkpoints(run: str) -> None:
     async with connection.channel("checkpoint") as channel:
         answer = await CheckpointServiceStub(channel).ListCheckpoints(checkpoint_pb.ListCheckpointsRequest(run=run))
-    table = Table("checkpoint", "step", "state", "committed", "MB", "store")
+    table = Table(Column("checkpoint", overflow="fold"), "step", "state", "committed", "MB")
     for each in answer.checkpoints:
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(each.committed_at)) if each.committed_at else "-"
         size = sum(stored.size_bytes for stored in each.objects) / 1e6
         state = Checkpoint.State.Name(each.state).removeprefix("STATE_").lower()
-        table.add_row(each.name, str(each.step), state, when, f"{size:.1f}", f"{each.store_url}/{each.prefix}")
+        table.add_row(each.name, str(each.step), state, when, f"{size:.1f}")
+    if answer.checkpoints:
+        click.echo(f"store {answer.checkpoints[0].store_url}")
     Console().print(table)

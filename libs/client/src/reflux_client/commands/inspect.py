@@ -7,6 +7,8 @@ from rich.console import Console
 
 from reflux_client import connection, tracing
 
+_SAME_JOB_SECONDS = 120.0
+
 
 @click.command()
 @click.argument("process", default="")
@@ -20,7 +22,10 @@ def logs(process: str, lines: int) -> None:
     chosen = [path for path in paths if process in path.relative_to(folder).as_posix()] if process else []
     if process and not chosen:
         raise connection.ClientError(f"no log of {process!r}; there are: {', '.join(path.stem for path in paths)}")
+    newest = max((path.stat().st_mtime for path in chosen if path.parent != folder), default=0.0)
     for path in chosen:
+        if path.parent != folder and path.stat().st_mtime < newest - _SAME_JOB_SECONDS:
+            continue  # a role of an older job: name its folder to see it
         click.secho(str(path.relative_to(folder)), bold=True)
         click.echo("\n".join(path.read_text(errors="replace").splitlines()[-lines:]))
     if not process:

@@ -12,7 +12,7 @@ import click
 import grpc
 from rich.console import Console
 from rich.live import Live
-from rich.table import Table
+from rich.table import Column, Table
 
 from reflux.trainer.v1 import trainer_service_pb2 as pb
 from reflux.trainer.v1.run_pb2 import Run
@@ -35,7 +35,9 @@ def run(file: Path, seed: int | None, resume_run: str, detach: bool) -> None:
     config = load_run_file(file, seed)
     created = asyncio.run(create(config, resume_run))
     click.echo(f"run {created.name.removeprefix('runs/')}  folder {created.folder}")
-    if not detach:
+    if detach:
+        click.echo(f"`reflux watch {created.name.removeprefix('runs/')}` follows it")
+    else:
         succeeded = follow(created.name)
         if (Path(created.folder) / "summary.json").exists():  # the trainer may run on another host
             click.echo(f"report {report_of(Path(created.folder))}")
@@ -59,7 +61,7 @@ async def create(config: Any, resume_run: str = "") -> Run:
 
 
 @click.command()
-@click.argument("name")
+@click.argument("name", metavar="RUN")
 def watch(name: str) -> None:
     """Follow RUN with live progress until it ends; exit status 1 when it fails."""
     sys.exit(0 if follow(_resource(name)) else 1)
@@ -67,17 +69,27 @@ def watch(name: str) -> None:
 
 def follow(name: str) -> bool:
     """Shows a run until it ends; True when it succeeded. Ctrl-C ends the view, not the run."""
-    console = Console()
-    view = RunView(name.removeprefix("runs/"))
-    if console.is_terminal:
-        with Live(view, console=console, refresh_per_second=4):
-            ended = asyncio.run(_follow(name, view, lambda: None))
-    else:
-        ended = asyncio.run(_follow(name, view, _Printer(view).tick))
+    run_id = name.removeprefix("runs/")
+    try:
+        ended, view = _watch_to_the_end(name)
+    except KeyboardInterrupt:
+        click.echo(
+            f"run {run_id} goes on: `reflux watch {run_id}` follows it, `reflux cancel {run_id}` ends it", err=True
+        )
+        raise
     succeeded = ended.state == Run.STATE_SUCCEEDED
     reason = f": {ended.message}" if ended.message else ""
     click.echo(f"run {name.removeprefix('runs/')} {view.state} after {ended.step} steps{reason}", err=not succeeded)
     return succeeded
+
+
+def _watch_to_the_end(name: str) -> tuple[Run, RunView]:
+    console = Console()
+    view = RunView(name.removeprefix("runs/"))
+    if not console.is_terminal:
+        return asyncio.run(_follow(name, view, _Printer(view).tick)), view
+    with Live(view, console=console, refresh_per_second=4):
+        return asyncio.run(_follow(name, view, lambda: None)), view
 
 
 class _Printer:
@@ -122,7 +134,7 @@ async def _follow(name: str, view: RunView, tick: Callable[[], None]) -> Run:
 @click.command()
 def runs() -> None:
     """List runs, newest first."""
-    table = Table("run", "state", "step", "attempt", "started", "message")
+    table = Table(Column("run", no_wrap=True), "state", "step", "attempt", "started", "message")
     for each in asyncio.run(_list()):
         state = Run.State.Name(each.state).removeprefix("STATE_").lower().replace("_", " ")
         started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(each.created_at))
@@ -143,21 +155,21 @@ async def _list() -> list[Run]:
 
 
 @click.command()
-@click.argument("name")
+@click.argument("name", metavar="RUN")
 def pause(name: str) -> None:
     """Hold RUN: nothing is issued or trained until `reflux resume`."""
     _act(name, lambda stub, run_name: stub.PauseRun(pb.PauseRunRequest(name=run_name)))
 
 
 @click.command()
-@click.argument("name")
+@click.argument("name", metavar="RUN")
 def resume(name: str) -> None:
-    """Continue RUN: a paused one where it is, a failed one from its newest checkpoint."""
+    """Continue RUN: a paused one where it is, a failed or cancelled one from its newest checkpoint."""
     _act(name, lambda stub, run_name: stub.ResumeRun(pb.ResumeRunRequest(name=run_name)))
 
 
 @click.command()
-@click.argument("name")
+@click.argument("name", metavar="RUN")
 def cancel(name: str) -> None:
     """End RUN and its processes."""
     _act(name, lambda stub, run_name: stub.CancelRun(pb.CancelRunRequest(name=run_name)))

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import click
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from reflux.inference_gateway.v1 import inference_gateway_service_pb2 as gateway_pb
 from reflux.inference_gateway.v1.inference_gateway_service_pb2_grpc import InferenceGatewayServiceStub
@@ -15,11 +15,13 @@ from reflux.sandbox.v1.sandbox_service_pb2_grpc import SandboxServiceStub
 from reflux_client import connection, stack
 from reflux_kit import auth
 
+_PORT = click.IntRange(0, 65535)
+
 
 @click.command()
 @click.option("--state-dir", type=click.Path(path_type=Path), default=connection.state_dir, help="folder of the stack")
-@click.option("--gateway-port", default=0, help="port of the OpenAI API (0: a free one)")
-@click.option("--trainer-port", default=0, help="port of /v1/runs and the dashboard (0: a free one)")
+@click.option("--gateway-port", type=_PORT, default=0, help="port of the OpenAI API (0: a free one)")
+@click.option("--trainer-port", type=_PORT, default=0, help="port of /v1/runs and the dashboard (0: a free one)")
 def up(state_dir: Path, gateway_port: int, trainer_port: int) -> None:
     """Start the local stack; returns when all services serve."""
     record = connection.read_record(state_dir)
@@ -30,6 +32,8 @@ def up(state_dir: Path, gateway_port: int, trainer_port: int) -> None:
     click.echo(f"OpenAI API  http://{record.http['inference-gateway']}/v1")
     click.echo(f"runs        http://{record.http['trainer']}/")
     click.echo(f"state       {record.state_dir}")
+    if record.state_dir != connection.state_dir():
+        click.echo(f"other commands find this stack with: export REFLUX_STATE_DIR={record.state_dir}")
 
 
 @click.command()
@@ -56,7 +60,15 @@ def status() -> None:
 async def _show_services(console: Console) -> None:
     async with connection.channel("inference-gateway") as channel:
         fleet = await InferenceGatewayServiceStub(channel).ListReplicas(gateway_pb.ListReplicasRequest())
-    table = Table("replica", "model", "state", "version", "sequences", "address", title="inference replicas")
+    table = Table(
+        Column("replica", overflow="fold"),
+        "model",
+        "state",
+        "version",
+        "sequences",
+        "address",
+        title="inference replicas",
+    )
     for each in fleet.replicas:
         state = Replica.State.Name(each.state).removeprefix("STATE_").lower()
         table.add_row(each.name, each.model_id, state, str(each.version), str(each.sequences), each.grpc_address)
