@@ -37,9 +37,7 @@ def explain(dropped: Sequence[tuple[Arrival, Closing]]) -> str:
         return f"{head}: no reward is known; check the verifier and the sandbox"
     mean = float(known.mean())
     if mean > SOLVED_REWARD:
-        return (
-            f"{head}: their mean reward is {mean:.2f}, the task is solved; make it harder, or take fewer rl.steps"
-        )
+        return f"{head}: their mean reward is {mean:.2f}, the task is solved; make it harder, or take fewer rl.steps"
     return (
         f"{head}: rewards of a group hardly ever differ, their mean is {mean:.2f}; warm up longer, sample at a higher "
         "rl.temperature or with more rl.samples_per_group, or check the verifier"
