@@ -12,7 +12,7 @@ DOCKERFILES = {path.parent.name: path for path in (*sorted(ROOT.glob("services/*
 
 INSTALLS = {
     "scheduler": "libs/protos libs/kit services/scheduler",
-    "trainer": "libs/protos libs/kit libs/runs libs/tasks libs/model services/trainer",
+    "trainer": "libs/protos libs/kit libs/runs libs/tasks libs/model libs/storage services/trainer",
     "inference-gateway": "libs/protos libs/kit services/inference-gateway",
     "weight-broker": "libs/protos libs/kit libs/transfer services/weight-broker",
     "sandbox": "libs/protos libs/kit libs/tasks services/sandbox",
