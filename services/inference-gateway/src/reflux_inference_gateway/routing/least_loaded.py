@@ -10,7 +10,7 @@ class LeastLoaded(RoutingPolicy):
 
     The load is the gateway's own count from the moment of dispatch: reported loads are a heartbeat old, and a burst
     that arrives between two heartbeats would all go to one replica. Without the second key the first replica would
-    win whenever all are idle (facts sheet of the gateway, section 2.1).
+    win whenever all are idle.
     """
 
     def choose(self, candidates: Sequence[Candidate]) -> str:
