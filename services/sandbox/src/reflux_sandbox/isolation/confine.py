@@ -25,6 +25,8 @@ class Cell:
     in_user_namespace: bool
     writable: tuple[str, ...]
     """Folders that become private tmpfs mounts; the first is where work starts."""
+    kept: tuple[str, ...]
+    """Read-only folders of this Python below them that stay visible."""
     cgroup_procs: tuple[int, ...]
     """Open `cgroup.procs` files of the cell's cgroups."""
     proc_folder: int
@@ -45,9 +47,8 @@ def confine(cell: Cell, limits: ChildLimits, keep: set[int]) -> None:
         os.write(procs, b"0")
     kernel.unshare(_NAMESPACES)
     tree.mount_own_proc()
-    tree.mount_private_folders(
-        cell.writable, 0 if cell.in_user_namespace else cell.user_id, limits.disk_bytes, limits.files
-    )
+    owner = 0 if cell.in_user_namespace else cell.user_id
+    tree.mount_private_folders(cell.writable, owner, limits.disk_bytes, limits.files, cell.kept)
     socket.sethostname("sandbox")
     set_ceilings(limits)
     _drop_user(cell)

@@ -49,13 +49,14 @@ class Tree:
 
     @property
     def writable(self) -> tuple[str, ...]:
-        """Folders for private tmpfs mounts; not /tmp when this Python lives below it, which a mount would hide."""
+        """Folders for private tmpfs mounts; the first is where work starts."""
+        return _WRITABLE
+
+    @property
+    def kept(self) -> tuple[str, ...]:
+        """Folders of this Python that such a mount would hide (a checkout below /tmp): shown again on top of it."""
         shown = python_folders(self.extra_folders)
-        return tuple(
-            folder
-            for folder in _WRITABLE
-            if folder == _WORK_FOLDER or not any(f.startswith(folder + "/") for f in shown)
-        )
+        return tuple(path for path in shown if any(path.startswith(folder + "/") for folder in _WRITABLE))
 
     def enter(self) -> None:
         """Replaces the caller's root; needs a mount namespace of its own. Nothing is writable afterwards."""
@@ -103,12 +104,22 @@ class Tree:
         self._inside("/etc/group").write_text("sandbox:x:65534:\n")
 
 
-def mount_private_folders(folders: tuple[str, ...], uid: int, disk_bytes: int, files: int) -> None:
-    """In a child's own mount namespace: `folders` become empty tmpfs mounts of `uid`, with caps; enters the first."""
+def mount_private_folders(
+    folders: tuple[str, ...], uid: int, disk_bytes: int, files: int, kept: tuple[str, ...] = ()
+) -> None:
+    """In a child's own mount namespace: `folders` become empty tmpfs mounts of `uid`, with caps; enters the first.
+
+    `kept` are read-only folders below them that stay visible: held open over the mount, then bound again.
+    """
     flags = kernel.MS_NOSUID | kernel.MS_NODEV
+    held = [(os.open(path, os.O_PATH | os.O_DIRECTORY), path) for path in kept]
     for folder in folders:
         options = f"size={disk_bytes},nr_inodes={files},mode=700,uid={uid},gid={uid}"
         kernel.mount("tmpfs", folder, "tmpfs", flags, options)
+    for descriptor, path in held:
+        Path(path).mkdir(parents=True)
+        kernel.mount(f"/proc/self/fd/{descriptor}", path, None, kernel.MS_BIND | kernel.MS_REC)
+        os.close(descriptor)
     os.chdir(folders[0])
 
 

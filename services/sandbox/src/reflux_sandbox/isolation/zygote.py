@@ -133,6 +133,7 @@ class Zygote:
             user_id=self._config.first_user_id + number,
             in_user_namespace=self._config.in_user_namespace,
             writable=self._tree.writable,
+            kept=self._tree.kept,
             cgroup_procs=self._procs[number] if self._procs else (),
             proc_folder=self._proc,
             parent=self._parent,
