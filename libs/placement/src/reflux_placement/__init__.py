@@ -1,0 +1,1 @@
+"""Placement and queue policy as pure functions."""

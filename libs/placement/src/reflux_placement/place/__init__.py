@@ -1,0 +1,1 @@
+"""Where a gang goes: feasibility with reasons, domain choice, segments, cost, rank order."""

@@ -1,0 +1,1 @@
+"""Who goes first: priority, quotas, fair share, backfill, preemption, elasticity, spares, defragmentation."""

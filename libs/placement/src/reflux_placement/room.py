@@ -1,0 +1,154 @@
+"""Owns who holds what on which node, down to GPUs; never hands out more than a node has.
+
+Booking and giving back are O(members); copies are cheap (a few arrays), so that what-if questions work on a copy.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from reflux_placement.errors import Occupied
+from reflux_placement.gang import Assignment, GangDemand
+from reflux_placement.topology import Ints, Topology
+
+MAX_GPUS_PER_NODE = 63
+
+
+@dataclass(frozen=True, eq=False)
+class Holding:
+    """What one job holds: M members in the order of its roles, ranks ascending."""
+
+    demand: GangDemand
+    assignment: Assignment
+    node_M: Ints
+    gpus_M: Ints
+    """GPUs of each member as a bit mask over the node's GPU indices."""
+
+
+class Room:
+    """Free amounts per node, the GPUs that are free as bit masks, and what each job holds."""
+
+    def __init__(self, topology: Topology) -> None:
+        if int(topology.capacity_NR[:, 0].max(initial=0)) > MAX_GPUS_PER_NODE:
+            raise Occupied(f"a node has more than {MAX_GPUS_PER_NODE} GPUs")
+        self.topology = topology
+        self.free_NR: Ints = topology.capacity_NR.copy()
+        self.open_N: NDArray[np.bool_] = np.ones(topology.num_nodes, dtype=bool)
+        """Whether new work may go to a node (it is up, not draining, not held back as a spare)."""
+
+        self._gpus_N: Ints = (1 << topology.capacity_NR[:, 0]) - 1
+        self._held: dict[str, Holding] = {}
+
+    def copy(self) -> "Room":
+        """An independent copy for what-if questions."""
+        other = Room.__new__(Room)
+        other.topology = self.topology
+        other.free_NR = self.free_NR.copy()
+        other.open_N = self.open_N.copy()
+        other._gpus_N = self._gpus_N.copy()
+        other._held = dict(self._held)
+        return other
+
+    @property
+    def holdings(self) -> Mapping[str, Holding]:
+        """What each job holds."""
+        return self._held
+
+    def usable_NR(self) -> Ints:
+        """Free amounts per node, -1 in every column of a node that takes no new work."""
+        return np.where(self.open_N[:, None], self.free_NR, -1)
+
+    def take(self, job: str, demand: GangDemand, assignment: Assignment) -> Holding:
+        """Books an assignment and picks the GPUs of every member, lowest indices first.
+
+        Raises:
+            Occupied: some node has too little free; nothing was taken.
+        """
+        assert job not in self._held, f"{job} is booked already"
+        node_M, need_MR = _members(demand, assignment)
+        need_NR = np.zeros_like(self.free_NR)
+        np.add.at(need_NR, node_M, need_MR)
+        touched = np.unique(node_M)
+        short = (need_NR[touched] > self.free_NR[touched]).any(axis=1)
+        if short.any():
+            node = self.topology.nodes[int(touched[int(short.argmax())])].name
+            raise Occupied(f"{job}: node {node} has too little free")
+        holding = Holding(demand, assignment, node_M, self._pick_gpus(node_M, need_MR[:, 0]))
+        self._apply(holding, 1)
+        self._held[job] = holding
+        return holding
+
+    def restore(self, job: str, holding: Holding) -> None:
+        """Books what a job held before, GPUs included. Raises Occupied; nothing was taken then."""
+        assert job not in self._held, f"{job} is booked already"
+        free, gpus = self.free_NR.copy(), self._gpus_N.copy()
+        self._apply(holding, 1)
+        if (self.free_NR < 0).any() or _overlap(holding, gpus):
+            self.free_NR, self._gpus_N = free, gpus
+            raise Occupied(f"{job}: what it held is not free any more")
+        self._held[job] = holding
+
+    def release(self, job: str) -> None:
+        """Gives back what a job holds; does nothing when it holds nothing."""
+        holding = self._held.pop(job, None)
+        if holding is not None:
+            self._apply(holding, -1)
+
+    def release_all(self, jobs: Iterable[str]) -> None:
+        """Gives back what several jobs hold."""
+        for job in jobs:
+            self.release(job)
+
+    def jobs_on(self, node: int) -> list[str]:
+        """Jobs with a member on a node."""
+        return [job for job, holding in self._held.items() if (holding.node_M == node).any()]
+
+    def _pick_gpus(self, node_M: Ints, count_M: Ints) -> Ints:
+        left = {int(node): int(self._gpus_N[node]) for node in np.unique(node_M)}
+        picked_M = np.zeros(len(node_M), dtype=np.int64)
+        for member, (node, count) in enumerate(zip(node_M.tolist(), count_M.tolist(), strict=True)):
+            mask, free = 0, left[node]
+            for _ in range(count):
+                lowest = free & -free
+                mask |= lowest
+                free ^= lowest
+            left[node] = free
+            picked_M[member] = mask
+        return picked_M
+
+    def _apply(self, holding: Holding, sign: int) -> None:
+        _, need_MR = _members(holding.demand, holding.assignment)
+        np.subtract.at(self.free_NR, holding.node_M, sign * need_MR)
+        if sign > 0:
+            np.bitwise_and.at(self._gpus_N, holding.node_M, ~holding.gpus_M)
+        else:
+            np.bitwise_or.at(self._gpus_N, holding.node_M, holding.gpus_M)
+
+
+def _members(demand: GangDemand, assignment: Assignment) -> tuple[Ints, Ints]:
+    """Node index and need of every member, roles in the order of the demand."""
+    nodes, needs = [], []
+    for role in demand.roles:
+        ranks = assignment.nodes.get(role.role)
+        if ranks is None or not len(ranks):
+            continue
+        nodes.append(ranks)
+        needs.append(np.broadcast_to(np.array(role.each.row, dtype=np.int64), (len(ranks), 3)))
+    return np.concatenate(nodes), np.concatenate(needs)
+
+
+def _overlap(holding: Holding, gpus_N: Ints) -> bool:
+    """Whether a member's GPUs were not all free, or two members share one."""
+    left = gpus_N.copy()
+    for node, mask in zip(holding.node_M.tolist(), holding.gpus_M.tolist(), strict=True):
+        if mask & ~int(left[node]):
+            return True
+        left[node] = int(left[node]) & ~mask
+    return False
+
+
+def gpu_indices(mask: int) -> tuple[int, ...]:
+    """The GPU indices of a bit mask, ascending."""
+    return tuple(index for index in range(mask.bit_length()) if mask >> index & 1)

@@ -1,0 +1,1 @@
+"""Topologies from files and from what clusters say of themselves."""
