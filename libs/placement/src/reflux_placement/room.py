@@ -5,13 +5,14 @@ Booking and giving back are O(members); copies are cheap (a few arrays), so that
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
 from reflux_placement.errors import Occupied
 from reflux_placement.gang import Assignment, GangDemand
-from reflux_placement.topology import Ints, Topology
+from reflux_placement.topology import Ints, Resources, Topology
 
 MAX_GPUS_PER_NODE = 63
 
@@ -25,6 +26,16 @@ class Holding:
     node_M: Ints
     gpus_M: Ints
     """GPUs of each member as a bit mask over the node's GPU indices."""
+
+    @cached_property
+    def need_MR(self) -> Ints:
+        """GPUs, thousandths of a CPU and bytes of each member."""
+        return member_needs(self.demand, self.assignment)[1]
+
+    @cached_property
+    def amount(self) -> Resources:
+        """All members together."""
+        return Resources(*self.need_MR.sum(axis=0).tolist())
 
 
 class Room:
@@ -67,7 +78,7 @@ class Room:
             Occupied: some node has too little free; nothing was taken.
         """
         assert job not in self._held, f"{job} is booked already"
-        node_M, need_MR = _members(demand, assignment)
+        node_M, need_MR = member_needs(demand, assignment)
         need_NR = np.zeros_like(self.free_NR)
         np.add.at(need_NR, node_M, need_MR)
         touched = np.unique(node_M)
@@ -119,17 +130,17 @@ class Room:
         return picked_M
 
     def _apply(self, holding: Holding, sign: int) -> None:
-        _, need_MR = _members(holding.demand, holding.assignment)
-        np.subtract.at(self.free_NR, holding.node_M, sign * need_MR)
+        np.subtract.at(self.free_NR, holding.node_M, sign * holding.need_MR)
         if sign > 0:
             np.bitwise_and.at(self._gpus_N, holding.node_M, ~holding.gpus_M)
         else:
             np.bitwise_or.at(self._gpus_N, holding.node_M, holding.gpus_M)
 
 
-def _members(demand: GangDemand, assignment: Assignment) -> tuple[Ints, Ints]:
-    """Node index and need of every member, roles in the order of the demand."""
-    nodes, needs = [], []
+def member_needs(demand: GangDemand, assignment: Assignment) -> tuple[Ints, Ints]:
+    """Node index (M) and need (M, 3) of every member, roles in the order of the demand."""
+    nodes: list[Ints] = [np.zeros(0, dtype=np.int64)]
+    needs: list[Ints] = [np.zeros((0, 3), dtype=np.int64)]
     for role in demand.roles:
         ranks = assignment.nodes.get(role.role)
         if ranks is None or not len(ranks):

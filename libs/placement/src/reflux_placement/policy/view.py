@@ -21,10 +21,11 @@ class Queue:
     """Share of what is contended, relative to its siblings."""
 
     guaranteed: Resources = NOTHING
-    """What it gets back by preemption when others borrowed it."""
+    """What it gets back by preemption when others borrowed it; an amount of zero guarantees nothing."""
 
     limit: Resources | None = None
-    """Most that it may hold, borrowed room included; None is no bound."""
+    """Most that it may hold, borrowed room included; None is no bound. Zero GPUs mean none at all, zero CPUs or bytes
+    of memory mean no bound on them (so that a limit may name GPUs only)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +63,24 @@ class Live:
     """A checkpoint is at hand, so that it may be migrated now."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claim:
+    """Room that is kept for a pending job until it starts. A cycle returns its claims, the next one takes them in: so
+    room that preemption frees stays with its beneficiary, after a restart of the scheduler too."""
+
+    job: str
+    assignment: Assignment
+    after: tuple[str, ...]
+    """Jobs that hold some of it now."""
+
+    evicting: bool
+    """Whether they were told to leave (preempted, shrunk, migrated); otherwise they are expected to end, and others may
+    use the room up to `due_at`."""
+
+    due_at: float
+    """When all of it is expected to be free; infinite when an expected end is unknown."""
+
+
 NodeState = Literal["up", "draining", "down", "flapping"]
 
 
@@ -78,6 +97,10 @@ class View:
 
     spares: frozenset[int] = frozenset()
     """Nodes held back for replacing failed ones."""
+
+    claims: Sequence[Claim] = ()
+    """`Decision.claims` of the cycle before. Without it the cycle works out reservations anew, but then room that a
+    preemption frees is up for grabs."""
 
     now: float = 0.0
 
@@ -159,3 +182,5 @@ class Decision:
 
     actions: tuple[Action, ...]
     waits: Mapping[str, Wait]
+    claims: tuple[Claim, ...] = ()
+    """Hand them to the next cycle as `View.claims`; store them before the actions are carried out."""
