@@ -71,8 +71,11 @@ class Room:
         """Free amounts per node, -1 in every column of a node that takes no new work."""
         return np.where(self.open_N[:, None], self.free_NR, -1)
 
-    def take(self, job: str, demand: GangDemand, assignment: Assignment) -> Holding:
+    def take(self, job: str, demand: GangDemand, assignment: Assignment, *, keep: Holding | None = None) -> Holding:
         """Books an assignment and picks the GPUs of every member, lowest indices first.
+
+        `keep` is what the job held until it was released for this: members that stay (same role, rank and node) get
+        exactly their GPUs again, because their processes run on.
 
         Raises:
             Occupied: some node has too little free; nothing was taken.
@@ -86,7 +89,8 @@ class Room:
         if short.any():
             node = self.topology.nodes[int(touched[int(short.argmax())])].name
             raise Occupied(f"{job}: node {node} has too little free")
-        holding = Holding(demand, assignment, node_M, self._pick_gpus(node_M, need_MR[:, 0]))
+        kept_M = _kept_gpus(demand, assignment, keep, len(node_M))
+        holding = Holding(demand, assignment, node_M, self._pick_gpus(node_M, need_MR[:, 0], kept_M))
         self._apply(holding, 1)
         self._held[job] = holding
         return holding
@@ -116,10 +120,14 @@ class Room:
         """Jobs with a member on a node."""
         return [job for job, holding in self._held.items() if (holding.node_M == node).any()]
 
-    def _pick_gpus(self, node_M: Ints, count_M: Ints) -> Ints:
+    def _pick_gpus(self, node_M: Ints, count_M: Ints, kept_M: Ints) -> Ints:
         left = {int(node): int(self._gpus_N[node]) for node in np.unique(node_M)}
-        picked_M = np.zeros(len(node_M), dtype=np.int64)
+        picked_M = kept_M.copy()
+        for member in np.flatnonzero(kept_M).tolist():
+            left[int(node_M[member])] &= ~int(kept_M[member])
         for member, (node, count) in enumerate(zip(node_M.tolist(), count_M.tolist(), strict=True)):
+            if kept_M[member]:
+                continue
             mask, free = 0, left[node]
             for _ in range(count):
                 lowest = free & -free
@@ -148,6 +156,25 @@ def member_needs(demand: GangDemand, assignment: Assignment) -> tuple[Ints, Ints
         nodes.append(ranks)
         needs.append(np.broadcast_to(np.array(role.each.row, dtype=np.int64), (len(ranks), 3)))
     return np.concatenate(nodes), np.concatenate(needs)
+
+
+def _kept_gpus(demand: GangDemand, assignment: Assignment, keep: Holding | None, num_members: int) -> Ints:
+    """The GPU masks of members that stay where `keep` had them; 0 for the others."""
+    kept_M = np.zeros(num_members, dtype=np.int64)
+    if keep is None:
+        return kept_M
+    masks: dict[tuple[str, int, int], int] = {}
+    member = 0
+    for role in keep.demand.roles:
+        for rank, node in enumerate(keep.assignment.nodes.get(role.role, ())):
+            masks[role.role, rank, int(node)] = int(keep.gpus_M[member])
+            member += 1
+    member = 0
+    for role in demand.roles:
+        for rank, node in enumerate(assignment.nodes.get(role.role, ())):
+            kept_M[member] = masks.get((role.role, rank, int(node)), 0)
+            member += 1
+    return kept_M
 
 
 def _overlap(holding: Holding, gpus_N: Ints) -> bool:
