@@ -25,5 +25,15 @@ class UnknownLevel(InvalidGang):
     """A constraint at a level that the topology does not have; never treated as "no constraint"."""
 
 
+class InvalidQueue(ValueError):
+    """A tree of queues that contradicts itself or promises more than there is."""
+
+    def __init__(self, key: str, value: object, problem: str) -> None:
+        super().__init__(f"{key} = {value!r}: {problem}")
+        self.key = key
+        self.value = value
+        self.problem = problem
+
+
 class Occupied(ValueError):
     """Room that is asked for is not free, or its node does not exist any more."""

@@ -114,6 +114,13 @@ class GangDemand:
             amount = amount + demand.each.times(demand.count)
         return amount
 
+    def least_total(self) -> Resources:
+        """Sum over all members at the counts that the gang can start with."""
+        amount = Resources()
+        for demand in self.roles:
+            amount = amount + demand.each.times(demand.least)
+        return amount
+
     def check_levels(self, topology: Topology) -> None:
         """Raises UnknownLevel for a constraint at a level that the topology does not have."""
         named = [self.required_level, self.preferred_level]

@@ -80,6 +80,9 @@ class Claim:
     due_at: float
     """When all of it is expected to be free; infinite when an expected end is unknown."""
 
+    keeps: Mapping[str, Assignment] = field(default_factory=dict)
+    """What those jobs of `after` hold then that do not end but shrink or move."""
+
 
 NodeState = Literal["up", "draining", "down", "flapping"]
 
