@@ -62,8 +62,8 @@ def parse_nodes_json(document: Mapping[str, Any]) -> list[NodeRecord]:
 def pairs(line: str) -> dict[str, str]:
     """The Key=value pairs of a line; a value may hold blanks and ends before the next key."""
     found = list(_KEY.finditer(line))
-    ends = [match.start() for match in found[1:]] + [len(line)]
-    return {match[1]: line[match.end() : end].strip() for match, end in zip(found, ends, strict=True)}
+    ends = [*(match.start() for match in found[1:]), len(line)]
+    return {match[1]: line[match.end() : end].strip() for match, end in zip(found, ends, strict=False)}
 
 
 def gpu_count(gres: str) -> int:

@@ -10,7 +10,7 @@ from typing import Self
 
 from reflux_placement.sources.slurm import Labels, parse_topology_text, parse_topology_yaml, slurm_topology
 from reflux_placement.topology import Topology
-from reflux_scheduler.backends.contract import AgentLaunch, Backend, Grant, GrantStatus, NodeCondition
+from reflux_scheduler.backends.base import AgentLaunch, Backend, Grant, GrantStatus, NodeCondition
 from reflux_scheduler.backends.slurm import states
 from reflux_scheduler.backends.slurm.client import JobOrder, SlurmClient, Version
 from reflux_scheduler.backends.slurm.commands import CommandClient

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from reflux_placement.sources.slurm_nodes import NodeRecord
-from reflux_scheduler.backends.contract import BackendAway, GrantRefused
+from reflux_scheduler.backends.base import BackendAway, GrantRefused
 
 Version = tuple[int, ...]
 

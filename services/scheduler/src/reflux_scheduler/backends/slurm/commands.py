@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 
 from reflux_placement.sources.hostlist import compress
 from reflux_placement.sources.slurm_nodes import NodeRecord, names_of, parse_nodes_text
-from reflux_scheduler.backends.contract import BackendAway, GrantRefused
+from reflux_scheduler.backends.base import BackendAway, GrantRefused
 from reflux_scheduler.backends.slurm.client import (
     Component,
     JobOrder,

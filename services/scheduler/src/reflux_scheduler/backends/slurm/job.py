@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from reflux_placement.sources.hostlist import compress
 from reflux_placement.sources.slurm_nodes import MIB, names_of
 from reflux_placement.topology import Resources
-from reflux_scheduler.backends.contract import AgentLaunch, Grant, GrantRefused, NodeShare
+from reflux_scheduler.backends.base import AgentLaunch, Grant, GrantRefused, NodeShare
 from reflux_scheduler.backends.slurm.client import Component, JobOrder, Version
 from reflux_scheduler.backends.slurm.settings import SlurmSettings
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from reflux_placement.sources.slurm_nodes import NodeRecord
 from reflux_placement.topology import NOTHING, Resources
-from reflux_scheduler.backends.contract import GrantStatus, NodeCondition
+from reflux_scheduler.backends.base import GrantStatus, NodeCondition
 from reflux_scheduler.backends.slurm.client import JobRecord
 from reflux_scheduler.backends.slurm.job import grant_of, parse_comment
 
