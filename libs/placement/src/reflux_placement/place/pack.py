@@ -1,0 +1,237 @@
+"""Owns how the roles of a gang are packed into one part of the tree together: role by role, related ones by peers.
+
+Each role is tried compactly and beside the roles that it talks to; the cheaper of both stays. Where hard relations
+leave a dependent role without room, the role that it follows gets less of that domain and both are tried again.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from reflux_placement.gang import GangDemand, Relation
+from reflux_placement.place.capacity import copies_per_node, shape_of
+from reflux_placement.place.check import constraint_broken
+from reflux_placement.place.cost import DEFAULT_WEIGHTS, Prices, Weights, cost_of_nodes, flows_of, peers, prices_of
+from reflux_placement.place.fill import Slice
+from reflux_placement.place.role import RolePlan, fill_wants, keys_for, place_role, plan_of
+from reflux_placement.place.tree import Tree, tree_of
+from reflux_placement.topology import Ints, Topology
+
+MAX_REPAIRS = 48
+
+
+@dataclass(frozen=True, eq=False)
+class Question:
+    """A gang at fixed counts, prepared for a topology. Roles without members are left out of everything."""
+
+    topology: Topology
+    tree: Tree
+    gang: GangDemand
+    plans: tuple[RolePlan, ...]
+    """In the order in which they are packed."""
+
+    prices: Prices
+    weights: Weights
+    relations: tuple[Relation, ...]
+    """Those between roles that have members."""
+
+    bytes_by_pair: Mapping[tuple[str, str], float] = field(default_factory=dict)
+
+    @property
+    def need(self) -> Ints:
+        """GPUs, thousandths of a CPU and bytes of all members."""
+        return sum(
+            (np.array(plan.demand.each.row, dtype=np.int64) * plan.count for plan in self.plans),
+            start=np.zeros(3, dtype=np.int64),
+        )
+
+    def hard(self, role: str) -> list[Relation]:
+        """Hard relations in which a role follows another one."""
+        return [r for r in self.relations if r.role == role and r.level and r.required]
+
+
+def prepare(
+    topology: Topology, gang: GangDemand, counts: Mapping[str, int], weights: Weights = DEFAULT_WEIGHTS
+) -> Question:
+    """The question at given counts per role. Raises UnknownLevel."""
+    present = [demand for demand in gang.roles if counts[demand.role]]
+    names = {demand.role for demand in present}
+    relations = tuple(r for r in gang.relations if r.role in names and r.near in names)
+    plans: list[RolePlan] = []
+    for demand in present:
+        near = {r.level for r in relations if r.level and r.required and _all_inside(r, demand.role, counts)}
+        shape = shape_of(topology, demand, tuple(sorted(topology.tightness(level) for level in near)))
+        plans.append(plan_of(topology, demand, shape, counts[demand.role]))
+    flows = flows_of(topology, tuple(present), relations, tuple(plan.count for plan in plans), weights)
+    pairs = {
+        (one.role, other.role): float(flows.bytes_RR[i, j])
+        for i, one in enumerate(present)
+        for j, other in enumerate(present)
+    }
+    prices = prices_of(topology, weights)
+    return Question(topology, tree_of(topology), gang, _order(plans, relations), prices, weights, relations, pairs)
+
+
+def _all_inside(relation: Relation, role: str, counts: Mapping[str, int]) -> bool:
+    """Whether a relation puts every member of a role into a domain: all followers, and all that have a follower."""
+    return role == relation.role or (role == relation.near and counts[relation.role] >= counts[role])
+
+
+def _order(plans: list[RolePlan], relations: tuple[Relation, ...]) -> tuple[RolePlan, ...]:
+    """Those with the fewest places first, and a role behind the ones that it must be near."""
+
+    def key(plan: RolePlan) -> tuple[int, int, int, int]:
+        return (
+            plan.shape.required,
+            -plan.shape.segment_size * plan.demand.each.gpus,
+            -plan.demand.each.gpus,
+            -plan.count,
+        )
+
+    leaders = {r.role: {o.near for o in relations if o.role == r.role and o.level and o.required} for r in relations}
+    ordered: list[RolePlan] = []
+    left = sorted(plans, key=key)
+    while left:
+        done = {plan.demand.role for plan in ordered}
+        ready = [plan for plan in left if leaders.get(plan.demand.role, set()) <= done]
+        chosen = (ready or left)[0]
+        ordered.append(chosen)
+        left.remove(chosen)
+    return tuple(ordered)
+
+
+class Packer:
+    """Packs one question into one slice."""
+
+    def __init__(self, question: Question, view: Slice, free_NR: Ints) -> None:
+        self._question = question
+        self._view = view
+        self._free_NR = free_NR[view.first : view.last]
+        self._limits: dict[str, tuple[int, Ints]] = {}
+
+    def pack(self) -> dict[str, Ints] | None:
+        """Node index of every rank per role (indices of the topology), or None when no arrangement was found."""
+        hard = any(relation.level and relation.required for relation in self._question.relations)
+        for _ in range(MAX_REPAIRS if hard else 1):
+            nodes = self._attempt()
+            if nodes is not None:
+                return nodes
+            if not self._tightened:
+                return None
+        return None
+
+    def _attempt(self) -> dict[str, Ints] | None:
+        self._tightened = False
+        left_NR = self._free_NR.copy()
+        nodes: dict[str, Ints] = {}
+        for plan in self._question.plans:
+            options = self._options(plan, left_NR, nodes)
+            if not options:
+                return None
+            count_N = options[0] if len(options) == 1 else self._cheapest(plan, options, nodes)
+            used = np.flatnonzero(count_N)
+            left_NR[used] -= count_N[used, None] * np.array(plan.demand.each.row, dtype=np.int64)
+            nodes[plan.demand.role] = np.repeat(used + self._view.first, count_N[used])
+        question = self._question
+        if question.relations and constraint_broken(question.topology, question.tree, question.gang, nodes):
+            return None
+        return nodes
+
+    def _options(self, plan: RolePlan, left_NR: Ints, nodes: dict[str, Ints]) -> list[Ints]:
+        copies_N = copies_per_node(left_NR, plan.demand.each)
+        copies_N = self._limited(plan, copies_N)
+        prefers = [None, *self._affinity(plan, nodes)]
+        wanted = self._wanted(plan, nodes)
+        found: list[Ints] = []
+        for prefer_N in prefers:
+            keys = keys_for(self._view, plan, left_NR, prefer_N)
+            if wanted is None:
+                count_N = place_role(self._view, plan, copies_N, keys)
+            else:
+                count_N = fill_wants(self._view, plan, copies_N, keys, *wanted)
+                if count_N is None:
+                    self._tighten(plan, copies_N, *wanted, nodes)
+            if count_N is None:
+                break
+            found.append(count_N)
+        return found
+
+    def _affinity(self, plan: RolePlan, nodes: dict[str, Ints]) -> list[Ints]:
+        """Per node of the slice, how much traffic a member of the role would have with the members there."""
+        weight_N = np.zeros(self._view.last - self._view.first)
+        for role, ranks in nodes.items():
+            rate = self._question.bytes_by_pair.get((plan.demand.role, role), 0.0)
+            if rate:
+                np.add.at(weight_N, ranks - self._view.first, rate / len(ranks))
+        top = float(weight_N.max(initial=0.0))
+        return [np.round(weight_N / top * 1000).astype(np.int64)] if top else []
+
+    def _wanted(self, plan: RolePlan, nodes: dict[str, Ints]) -> tuple[int, Ints] | None:
+        """The tightest level of the role's hard relations, and the members that its peers call for in every part."""
+        relation = self._leading(plan, nodes)
+        if relation is None:
+            return None
+        level = self._question.topology.tightness(relation.level)
+        near_M = nodes[relation.near][peers(plan.count, len(nodes[relation.near]))]
+        low, high = self._view.bounds(level)
+        part_M = self._question.tree.layers[level].part_N[near_M] - low
+        return level, np.bincount(part_M, minlength=high - low)
+
+    def _leading(self, plan: RolePlan, nodes: dict[str, Ints]) -> Relation | None:
+        """The tightest hard relation of a role to a placed one; none counts whose level is not below the slice's."""
+        topology = self._question.topology
+        found = [r for r in self._question.hard(plan.demand.role) if r.near in nodes]
+        found = [r for r in found if topology.tightness(r.level) < self._view.top]
+        return min(found, key=lambda each: topology.tightness(each.level), default=None)
+
+    def _limited(self, plan: RolePlan, copies_N: Ints) -> Ints:
+        """Copies per node, cut so that no part holds more than a limit found by earlier attempts."""
+        limit = self._limits.get(plan.demand.role)
+        if limit is None:
+            return copies_N
+        level, limit_P = limit
+        starts_P = self._question.tree.layers[level].starts_P
+        low, high = self._view.bounds(level)
+        begin_P = starts_P[low:high] - self._view.first
+        before_N = np.cumsum(copies_N) - copies_N
+        size_P = np.diff(np.append(begin_P, len(copies_N)))
+        before_N = before_N - np.repeat(before_N[begin_P], size_P)
+        return np.clip(np.repeat(limit_P, size_P) - before_N, 0, copies_N)
+
+    def _tighten(self, plan: RolePlan, copies_N: Ints, level: int, want_P: Ints, nodes: dict[str, Ints]) -> None:
+        """Lowers how many members of the role that it follows may lie in the domains where this one does not fit."""
+        starts_P = self._question.tree.layers[level].starts_P[slice(*self._view.bounds(level))] - self._view.first
+        short_P = want_P > np.add.reduceat(copies_N, starts_P)
+        relation = self._leading(plan, nodes)
+        assert relation is not None, "a role without a relation has no wants that could fail"
+        near = next(each for each in self._question.plans if each.demand.role == relation.near)
+        low, high = self._view.bounds(level)
+        near_P = np.bincount(self._question.tree.layers[level].part_N[nodes[relation.near]] - low, minlength=high - low)
+        if not short_P.any():
+            short_P = want_P > 0
+        step = near.shape.segment_size if near.shape.segment_level <= level else 1
+        deficit_P = np.maximum(want_P - np.add.reduceat(copies_N, starts_P), 1)
+        # A member of the near role that leaves makes room too: half of the shortfall at once, and at least one step.
+        cut_P = np.maximum(deficit_P * near.count // (2 * plan.count), step)
+        old = self._limits.get(relation.near)
+        limit_P = old[1] if old is not None and old[0] == level else np.full(high - low, near.count)
+        lowered_P = np.where(short_P, np.minimum(limit_P, np.maximum(near_P - cut_P, 0)), limit_P)
+        self._limits[relation.near] = (level, lowered_P)
+        self._tightened = bool((lowered_P < limit_P).any())
+
+    def _cheapest(self, plan: RolePlan, options: list[Ints], nodes: dict[str, Ints]) -> Ints:
+        """The option with the lowest cost of all roles placed so far."""
+        question = self._question
+        free_N = np.zeros(question.topology.num_nodes, dtype=np.int64)
+        free_N[self._view.first : self._view.last] = np.maximum(self._free_NR[:, 0], 0)
+
+        def price(count_N: Ints) -> float:
+            used = np.flatnonzero(count_N)
+            ranks = np.repeat(used + self._view.first, count_N[used])
+            trial = {**nodes, plan.demand.role: ranks}
+            return cost_of_nodes(
+                question.topology, question.tree, question.gang, trial, free_N, question.prices, question.weights
+            ).total
+
+        return min(options, key=price)

@@ -1,0 +1,167 @@
+"""Owns where one role goes inside one part of the tree: its root domain, then the descent to nodes."""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from reflux_placement.gang import RoleDemand
+from reflux_placement.place.capacity import Capacity, Shape, capacity_of
+from reflux_placement.place.fill import Keys, Slice, descend, keys_of, spread_evenly
+from reflux_placement.topology import Ints, Topology
+
+MANY_PARTS = 64
+"""With more parts than this, wants are dealt out by one descent instead of a search in each part."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolePlan:
+    """A role's limits and wishes as positions of levels."""
+
+    demand: RoleDemand
+    count: int
+    shape: Shape
+    preferred: int
+    """Level to try first."""
+
+    spread: int = -1
+    """Level over whose parts it is spread as evenly as possible; -1 for none."""
+
+    def want(self, level: int) -> int:
+        """Units wanted at a level."""
+        return self.count // self.shape.segment_size if level >= self.shape.segment_level else self.count
+
+    def inside(self, required: int, gang_preferred: str, topology: Topology) -> "RolePlan":
+        """The plan when the role is the whole gang: the gang's levels count as its own."""
+        required = min(required, self.shape.required)
+        preferred = self.preferred
+        if gang_preferred and not self.demand.preferred_level:
+            preferred = max(preferred, topology.tightness(gang_preferred))
+        return replace(self, shape=replace(self.shape, required=required), preferred=min(preferred, required))
+
+    @property
+    def lowest_root(self) -> int:
+        """The tightest level whose domain may hold the whole role: above the one that it is spread over."""
+        return min(self.spread + 1, self.shape.required)
+
+
+def plan_of(topology: Topology, demand: RoleDemand, shape: Shape, count: int) -> RolePlan:
+    """The plan of a role at a count. Raises UnknownLevel."""
+    spread = topology.tightness(demand.spread_level) if demand.spread_level and not demand.max_per_domain else -1
+    preferred = topology.tightness(demand.preferred_level) if demand.preferred_level else 0
+    preferred = min(preferred, shape.required)
+    if spread >= 0:
+        preferred = max(preferred, min(spread + 1, shape.required))
+    return RolePlan(demand=demand, count=count, shape=shape, preferred=preferred, spread=spread)
+
+
+def capacity_in(view: Slice, plan: RolePlan, copies_N: Ints) -> Capacity:
+    """The role's capacity in every part of a slice; `copies_N` are the slice's nodes."""
+    return capacity_of(view.tree, copies_N, plan.shape, view.top, view.first, view.last)
+
+
+def holds_all(view: Slice, plan: RolePlan, capacity: Capacity, level: int) -> Ints:
+    """Parts of a level (indices inside the slice) that hold the whole role as far as the slice can tell."""
+    layer = view.tree.layers[level]
+    low, high = view.bounds(level)
+    fits = (capacity.units[level] >= plan.want(level)) & layer.real_P[low:high]
+    for upper in plan.shape.special_levels:
+        if level < upper <= view.top:
+            above = view.tree.layers[upper].part_N[layer.starts_P[low:high]] - view.bounds(upper)[0]
+            fits &= capacity.units[upper][above] >= plan.want(upper)
+    return np.flatnonzero(fits)
+
+
+def place_role(view: Slice, plan: RolePlan, copies_N: Ints, keys: Keys) -> Ints | None:
+    """Members per node of the slice: in the tightest domain that holds them all, from the preferred level up.
+
+    Returns:
+        None when no domain up to the required level (or the slice) holds the role.
+    """
+    capacity = capacity_in(view, plan, copies_N)
+    for level in range(min(plan.preferred, view.top), min(plan.shape.required, view.top) + 1):
+        part = _tightest(view, plan, capacity, keys, level)
+        if part is not None:
+            return fill_part(view, plan, capacity, keys, level, part)
+    return None
+
+
+def _tightest(view: Slice, plan: RolePlan, capacity: Capacity, keys: Keys, level: int) -> int | None:
+    """The domain of a level (index inside the slice) that holds the whole role with the least room left."""
+    found = holds_all(view, plan, capacity, level)
+    if not len(found):
+        return None
+    by = [found, keys.free[level][found], capacity.units[level][found]]
+    if keys.prefer is not None:
+        by.append(keys.prefer[level][found])
+    return int(found[np.lexsort(by)[0]])
+
+
+def fill_part(view: Slice, plan: RolePlan, capacity: Capacity, keys: Keys, level: int, part: int) -> Ints:
+    """Members per node of the slice when the whole role goes into one part (index inside the slice)."""
+    inner, cut = _inner(view, level, part)
+    capacity = replace(capacity, units=_cut(capacity.units, cut))
+    keys = Keys(_cut(keys.free, cut), None if keys.prefer is None else _cut(keys.prefer, cut))
+    for lower in range(plan.lowest_root, level if plan.preferred > plan.lowest_root else 0):
+        tighter = _tightest(inner, plan, capacity, keys, lower)
+        if tighter is not None:
+            own = replace(plan, preferred=plan.lowest_root)
+            count_N = np.zeros(view.last - view.first, dtype=np.int64)
+            count_N[cut[0]] = fill_part(inner, own, capacity, keys, lower, tighter)
+            return count_N
+    start, want_P = level, np.array([plan.want(level)], dtype=np.int64)
+    if plan.shape.segment_level <= plan.spread < level:
+        start, want_P = plan.spread, spread_evenly(inner, capacity, keys, plan.want(level), plan.spread)
+    count_N = np.zeros(view.last - view.first, dtype=np.int64)
+    count_N[cut[0]] = descend(inner, capacity, keys, start, want_P)
+    return count_N
+
+
+def fill_wants(view: Slice, plan: RolePlan, copies_N: Ints, keys: Keys, level: int, want_P: Ints) -> Ints | None:
+    """Members per node when the members wanted in every part of a level are given; None when they do not fit."""
+    used = np.flatnonzero(want_P)
+    if plan.shape.required < level and len(used) > 1:
+        return None
+    size = plan.shape.segment_size if level >= plan.shape.segment_level else 1
+    capacity = capacity_in(view, plan, copies_N)
+    if (want_P % size).any() or (want_P // size > capacity.units[level]).any():
+        return None
+    if len(used) > MANY_PARTS:
+        return descend(view, capacity, keys, level, want_P // size)
+    count_N = np.zeros(view.last - view.first, dtype=np.int64)
+    for part in used.tolist():
+        inner, cut = _inner(view, level, part)
+        own = replace(plan, count=int(want_P[part]))
+        own_keys = Keys(_cut(keys.free, cut), None if keys.prefer is None else _cut(keys.prefer, cut))
+        found_N = place_role(inner, own, copies_N[cut[0]], own_keys)
+        if found_N is None:
+            return None
+        count_N[cut[0]] = found_N
+    return count_N
+
+
+def _inner(view: Slice, level: int, part: int) -> tuple[Slice, list[slice]]:
+    """The slice of one part (index inside `view`), and where its parts lie among those of `view`, per level."""
+    layer = view.tree.layers[level]
+    part += view.bounds(level)[0]
+    inner = Slice(view.tree, level, int(layer.starts_P[part]), int(layer.stops_P[part]))
+    return inner, [slice(*(each - view.bounds(at)[0] for each in inner.bounds(at))) for at in range(level + 1)]
+
+
+def _cut(arrays: tuple[Ints, ...], cut: list[slice]) -> tuple[Ints, ...]:
+    return tuple(array[where] for array, where in zip(arrays, cut, strict=False))
+
+
+def keys_for(view: Slice, plan: RolePlan, free_NR: Ints, prefer_N: Ints | None = None) -> Keys:
+    """The order among parts for a role. One that needs no GPU goes to nodes without free ones first."""
+    free_gpus_N = np.maximum(free_NR[:, 0], 0)
+    if prefer_N is None and not plan.demand.each.gpus and free_gpus_N.any():
+        return Keys(keys_of(view, free_gpus_N).free, _has_none(view, free_gpus_N))
+    return keys_of(view, free_gpus_N, prefer_N)
+
+
+def _has_none(view: Slice, free_gpus_N: Ints) -> tuple[Ints, ...]:
+    """0 for parts without a free GPU, 1 for the others, per level."""
+    some = [(free_gpus_N > 0).astype(np.int64)]
+    for level in range(1, view.top + 1):
+        some.append(np.maximum.reduceat(some[-1], view.child_starts(level)))
+    return tuple(some)
