@@ -14,12 +14,18 @@ from reflux.checkpoint.v1.checkpoint_service_pb2_grpc import CheckpointServiceSt
 from reflux.scheduler.v1 import scheduler_service_pb2 as scheduler_pb
 from reflux.scheduler.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
 from reflux_client import connection
+from reflux_client.commands.topology_simulate import simulate
 
 
-@click.command()
-def topology() -> None:
-    """Show the cluster as a tree with free and total resources."""
-    Console().print(asyncio.run(_topology()))
+@click.group(invoke_without_command=True)
+@click.pass_context
+def topology(context: click.Context) -> None:
+    """Show the cluster as a tree with free and total resources; or simulate one."""
+    if context.invoked_subcommand is None:
+        Console().print(asyncio.run(_topology()))
+
+
+topology.add_command(simulate)
 
 
 async def _topology() -> Tree:
