@@ -37,6 +37,11 @@ class Holding:
         """All members together."""
         return Resources(*self.need_MR.sum(axis=0).tolist())
 
+    @cached_property
+    def is_elastic(self) -> bool:
+        """Whether the job may hold more or fewer members."""
+        return any(role.most > role.least for role in self.demand.roles)
+
 
 class Room:
     """Free amounts per node, the GPUs that are free as bit masks, and what each job holds."""

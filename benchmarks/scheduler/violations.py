@@ -1,0 +1,442 @@
+"""Does the policy ever starve a job, hand out room twice, run part of a gang, break a quota or preempt wrongly?
+
+Random events (jobs come, end, run over, are cancelled; nodes die, drain, flap and come back; checkpoints; restarts of
+the scheduler; victims that take their time to stop) over the production `decide()` on a small cluster with nested
+queues. Every action is judged by plain counting that shares nothing with the policy. Every few hundred events arrivals
+stop, nodes come back and jobs end: then all that can run at all must have run within a bound on departures.
+Last line: one JSON object.
+"""
+
+import argparse
+import json
+import random
+import sys
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from reflux_placement.gang import Assignment, GangDemand, RoleDemand
+from reflux_placement.place.check import broken
+from reflux_placement.place.search import fits_ever
+from reflux_placement.policy.config import PolicyConfig
+from reflux_placement.policy.cycle import DEFAULT_CONFIG, decide
+from reflux_placement.policy.view import (
+    Action,
+    Ask,
+    Claim,
+    Decision,
+    Live,
+    Migrate,
+    NodeState,
+    Preempt,
+    Queue,
+    Replace,
+    Requeue,
+    Resize,
+    Start,
+    View,
+)
+from reflux_placement.room import Room
+from reflux_placement.topology import Node, Resources, Topology, build_topology
+
+EVENTS, BATCH, CALM_EVERY, SHAPES = 100_000, 8, 1000, 40
+QUEUES = {
+    queue.name: queue
+    for queue in (
+        Queue(name="research", weight=2.0, guaranteed=Resources(gpus=24), limit=Resources(gpus=56)),
+        Queue(name="vision", parent="research", guaranteed=Resources(gpus=16)),
+        Queue(name="chemistry", parent="research", weight=3.0, limit=Resources(gpus=40)),
+        Queue(name="product", guaranteed=Resources(gpus=16), limit=Resources(gpus=48, millicpus=400_000)),
+        Queue(name="free"),
+    )
+}
+LEAVES = ("vision", "chemistry", "product", "free", "unlisted")
+
+
+@dataclass(slots=True)
+class Violations:
+    """Counts by kind; `notes` has the first few in words."""
+
+    starved: int = 0
+    overcommitted: int = 0
+    partial: int = 0
+    quota: int = 0
+    preempted: int = 0
+    misplaced: int = 0
+    lost: int = 0
+    events: int = 0
+    cycles: int = 0
+    actions: Counter[str] = field(default_factory=Counter)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return (
+            self.starved + self.overcommitted + self.partial + self.quota + self.preempted + self.misplaced + self.lost
+        )
+
+    def add(self, kind: str, note: str) -> None:
+        """Counts one."""
+        setattr(self, kind, getattr(self, kind) + 1)
+        if len(self.notes) < 20:
+            self.notes.append(f"{kind}: {note}")
+
+
+def small_cluster() -> Topology:
+    """2 blocks x 2 racks x 4 trays of 4 GPUs, and one tray that no rack claims: 68 GPUs."""
+    nodes = [
+        Node(f"n{rack}{tray}", Resources(4, 32_000, 256 << 30), {"rack": f"r{rack}", "block": f"b{rack // 2}"})
+        for rack in range(4)
+        for tray in range(4)
+    ]
+    return build_topology("small", [*nodes, Node("stray", Resources(4, 32_000, 256 << 30))])
+
+
+class World:
+    """What really happens; it believes no word of the policy."""
+
+    def __init__(self, seed: int, config: PolicyConfig) -> None:
+        self.rng, self.config = random.Random(seed), config
+        self.topology = small_cluster()
+        self.room = Room(self.topology)
+        self.pending: dict[str, Ask] = {}
+        self.live: dict[str, Live] = {}
+        self.nodes: dict[int, NodeState] = {}
+        self.spares: frozenset[int] = frozenset()
+        self.claims: tuple[Claim, ...] = ()
+        self.stopping: set[str] = set()
+        self.booked: dict[str, Claim] = {}
+        """Claims of the actions that were carried out so far."""
+
+        self.now, self.number = 0.0, 0
+        self.found = Violations()
+        self.gangs = [self._gang() for _ in range(SHAPES)]
+
+    # --- events ---
+
+    def event(self) -> None:
+        """One of everything that may happen."""
+        self.found.events += 1
+        self.now += self.rng.expovariate(1 / 20.0)
+        kinds = (self.submit, self.end, self.save, self.stop_one, self.break_node, self.mend_node, self.cancel)
+        weights = (30, 26, 12, 16, 3, 6, 2)
+        self.rng.choices(kinds, weights)[0]()
+
+    def submit(self) -> None:
+        """A job with a random gang, queue, priority and idea of how long it takes."""
+        if len(self.pending) > 24:
+            return
+        rng, self.number = self.rng, self.number + 1
+        ask = Ask(
+            job=f"j{self.number}", number=self.number, gang=rng.choice(self.gangs), submitted_at=self.now,
+            queue=rng.choice(LEAVES), priority=rng.choice((0, 0, 0, 1, 5)), preemptible=rng.random() < 0.85,
+            expected_seconds=rng.choice((0.0, 60.0, 300.0, 2000.0)), min_run_seconds=rng.choice((0.0, 0.0, 120.0)),
+        )  # fmt: skip
+        self.pending[ask.job] = ask
+
+    def _gang(self) -> GangDemand:
+        rng = self.rng
+        each = Resources(rng.choice((0, 1, 1, 2, 4, 4)), rng.choice((1000, 4000)), rng.choice((1, 16)) << 30)
+        segment = rng.choice((0, 0, 0, 2, 4))
+        count = rng.choice((1, 1, 2, 3, 4, 8, 12)) if not segment else segment * rng.choice((1, 2))
+        unit = segment or 1
+        least = count - unit * rng.randrange(count // unit) if rng.random() < 0.3 else count
+        most = count + unit * rng.randrange(3) if rng.random() < 0.3 else count
+        level = rng.choice(("cluster", "cluster", "block", "rack", "node"))
+        role = RoleDemand(
+            role="work", count=count, each=each, min_count=least, max_count=most, segment_size=segment,
+            required_level=level if not (segment and level == "node") else "block",
+        )  # fmt: skip
+        extra = RoleDemand(role="idle", count=rng.choice((0, 1)), each=Resources(0, 1000))
+        return GangDemand(roles=(role, extra) if rng.random() < 0.2 else (role,))
+
+    def end(self) -> None:
+        """A job ends, whatever it had said."""
+        jobs = [job for job in self.live if job not in self.stopping]
+        if jobs:
+            self._gone(self.rng.choice(jobs))
+
+    def _gone(self, job: str) -> None:
+        self.room.release(job)
+        del self.live[job]
+        self.stopping.discard(job)
+
+    def save(self) -> None:
+        """A job writes a checkpoint."""
+        if self.live:
+            job = self.rng.choice(list(self.live))
+            old = self.live[job]
+            self.live[job] = Live(ask=old.ask, started_at=old.started_at, saved_at=self.now, movable=True)
+
+    def stop_one(self) -> None:
+        """A job that was told to stop has stopped and waits again."""
+        if self.stopping:
+            job = self.rng.choice(sorted(self.stopping))
+            self.pending[job] = self.live[job].ask
+            self._gone(job)
+
+    def break_node(self) -> None:
+        """A node dies, drains or is damped."""
+        if len(self.nodes) < 3:
+            state: NodeState = self.rng.choice(("down", "draining", "flapping"))
+            self.nodes[self.rng.randrange(self.topology.num_nodes)] = state
+
+    def mend_node(self) -> None:
+        """A node comes back."""
+        if self.nodes:
+            del self.nodes[self.rng.choice(sorted(self.nodes))]
+
+    def cancel(self) -> None:
+        """A pending job is withdrawn."""
+        if self.pending:
+            del self.pending[self.rng.choice(list(self.pending))]
+
+    # --- the cycle ---
+
+    def cycle(self) -> Decision:
+        """Asks the policy and carries out what it says, under suspicion."""
+        self.found.cycles += 1
+        pending = list(self.pending.values())
+        self.rng.shuffle(pending)
+        told = {job for claim in self.claims if claim.evicting for job in claim.after}
+        shown = self.stopping & told if self.rng.random() < 0.5 else set()
+        view = View(
+            room=self._open(self.room.copy()), pending=pending,
+            live={job: each for job, each in self.live.items() if job not in self.stopping or job in shown},
+            queues=QUEUES, nodes=dict(self.nodes), spares=self.spares, claims=self.claims, now=self.now,
+        )  # fmt: skip
+        decision = decide(view, self.config)
+        kept = {claim.job: claim for claim in decision.claims if claim.evicting}
+        self.booked = {claim.job: claim for claim in self.claims if claim.evicting and claim.job in kept}
+        self.claims = decision.claims
+        for action in decision.actions:
+            self.found.actions[type(action).__name__] += 1
+            self._carry_out(action)
+            for claim in kept.values():
+                touched = action.victims if isinstance(action, Preempt) else (getattr(action, "job", ""),)
+                if set(touched) & set(claim.after):
+                    self.booked[claim.job] = claim
+        self._all_told(decision)
+        self._count_room()
+        return decision
+
+    def _open(self, room: Room) -> Room:
+        room.open_N[[*self.nodes, *self.spares]] = False
+        return room
+
+    def _carry_out(self, action: Action) -> None:
+        match action:
+            case Start():
+                self._start(action)
+            case Preempt():
+                self._preempt(action)
+            case Requeue():
+                self.stopping.add(action.job)
+            case Resize() | Replace():
+                self._move(action.job, action.assignment, resized=isinstance(action, Resize))
+            case Migrate():
+                olds = [(job, place, self.room.holdings[job]) for job, place in action.moves]
+                self.room.release_all(job for job, _ in action.moves)
+                for job, place, old in olds:
+                    self._place(job, old.demand, place)
+
+    def _start(self, action: Start) -> None:
+        ask = self.pending.pop(action.job, None)
+        if ask is None:
+            self.found.add("lost", f"{action.job} started, but was not pending")
+            return
+        if self._place(action.job, ask.gang, action.assignment):
+            self.live[action.job] = Live(ask=ask, started_at=self.now, saved_at=self.now)
+            self._check_limits(ask.queue, action.job)
+        else:
+            self.pending[action.job] = ask
+
+    def _place(self, job: str, gang: GangDemand, assignment: Assignment) -> bool:
+        for role in gang.roles:
+            if not role.least <= len(assignment.nodes.get(role.role, ())) <= role.most:
+                self.found.add("partial", f"{job}: {role.role} has {len(assignment.nodes.get(role.role, ()))}")
+                return False
+        used = {int(node) for node in assignment.used_nodes()}
+        before = self.room.holdings.get(job)
+        new = used - ({int(node) for node in before.node_M} if before else set())
+        if new & (set(self.nodes) | self.spares):
+            self.found.add("misplaced", f"{job} went to a node that is away")
+        problem = broken(self.topology, self.room.free_NR, gang, assignment)
+        if problem is not None:
+            self.found.add("overcommitted" if "too little free" in problem else "misplaced", f"{job}: {problem}")
+            return False
+        self.room.take(job, gang, assignment)
+        return True
+
+    def _move(self, job: str, assignment: Assignment, *, resized: bool) -> None:
+        old = self.room.holdings.get(job)
+        if old is None or job in self.stopping:
+            self.found.add("lost", f"{job} was resized or repaired, but does not run")
+            return
+        self.room.release(job)
+        kept = {role: ranks[: len(old.assignment.nodes[role])] for role, ranks in assignment.nodes.items()}
+        if resized and any((ranks != old.assignment.nodes[role][: len(ranks)]).any() for role, ranks in kept.items()):
+            self.found.add("misplaced", f"{job}: a resize moved members that stay")
+        away, self.nodes = self.nodes, {n: s for n, s in self.nodes.items() if n not in set(old.node_M.tolist())}
+        if not self._place(job, old.demand, assignment):
+            self.room.restore(job, old)
+        self.nodes = away
+
+    def _preempt(self, action: Preempt) -> None:
+        ask = self.pending.get(action.beneficiary)
+        if ask is None or any(victim not in self.live or victim in self.stopping for victim in action.victims):
+            self.found.add("lost", f"{action.beneficiary} or its victims are not there")
+            return
+        for victim in action.victims:
+            self._check_victim(ask, self.live[victim])
+        self._check_helps(ask, action)
+        self.stopping.update(action.victims)
+
+    def _check_victim(self, ask: Ask, live: Live) -> None:
+        other = live.ask
+        if not other.preemptible or self.now - live.started_at < other.min_run_seconds:
+            self.found.add("preempted", f"{other.job} must not be preempted")
+        if other.priority >= ask.priority and not self._reclaims(ask, other):
+            self.found.add("preempted", f"{other.job} has priority {other.priority}, {ask.job} has {ask.priority}")
+
+    def _reclaims(self, ask: Ask, other: Ask) -> bool:
+        """Whether the victim's side borrows and the beneficiary's side stays inside its guarantee, in GPUs."""
+        mine, theirs = _above(ask.queue), _above(other.queue)
+        mine, theirs = [q for q in mine if q not in theirs], [q for q in theirs if q not in mine]
+        if not mine or not theirs:
+            return False
+        guarantee = QUEUES[mine[-1]].guaranteed.gpus if mine[-1] in QUEUES else 0
+        least = ask.gang.least_total().gpus
+        borrows = all(self._used(q) > (QUEUES[q].guaranteed.gpus if q in QUEUES else 0) for q in theirs)
+        return borrows and self._used(mine[-1]) + least <= guarantee
+
+    def _check_helps(self, ask: Ask, action: Preempt) -> None:
+        """The whole gang fits at the claim once everybody who was told to stop has stopped, and not before."""
+        claim = next((each for each in self.claims if each.job == ask.job), None)
+        if claim is None:
+            self.found.add("preempted", f"nothing is kept for {ask.job}")
+            return
+        after = self.room.copy()
+        after.release_all([*self.stopping, *action.victims])
+        problem = broken(self.topology, after.free_NR, ask.gang, claim.assignment)
+        if problem is not None:
+            self.found.add("preempted", f"{ask.job} does not fit after its preemption: {problem}")
+
+    # --- checks ---
+
+    def _used(self, queue: str) -> int:
+        """GPUs of a queue: what runs and was not told to stop, and what was freed for its jobs."""
+        running = (job for job, live in self.live.items() if queue in _above(live.ask.queue))
+        used = sum(self.room.holdings[job].amount.gpus for job in running if job not in self.stopping)
+        for claim in self.booked.values():
+            ask = self.pending.get(claim.job)
+            if ask is not None and queue in _above(ask.queue):
+                used += sum(role.each.gpus * len(claim.assignment.nodes[role.role]) for role in ask.gang.roles)
+        return used
+
+    def _check_limits(self, queue: str, job: str) -> None:
+        for name in _above(queue):
+            limit = QUEUES[name].limit if name in QUEUES else None
+            if limit is not None and self._used(name) > limit.gpus:
+                self.found.add("quota", f"{name} is above its limit after {job}")
+
+    def _count_room(self) -> None:
+        held = np.zeros_like(self.topology.capacity_NR)
+        for holding in self.room.holdings.values():
+            for demand in holding.demand.roles:
+                for node in holding.assignment.nodes.get(demand.role, ()):
+                    held[node] += np.array(demand.each.row)
+        if (held > self.topology.capacity_NR).any():
+            self.found.add("overcommitted", f"at {self.now:.0f} s")
+
+    def _all_told(self, decision: Decision) -> None:
+        """Every job that is still pending knows why."""
+        silent = set(self.pending) - set(decision.waits)
+        if silent:
+            self.found.add("lost", f"{sorted(silent)} wait without a reason")
+
+    # --- calm ---
+
+    def calm(self) -> None:
+        """No arrivals, no faults; one live job ends per round. Whatever can run must run, and nothing may hang."""
+        self.nodes.clear()
+        rounds = 3 * (len(self.pending) + len(self.live) + len(self.stopping)) + 10
+        for _ in range(rounds):
+            while self.stopping:
+                self.stop_one()
+            self.cycle()
+            if not self.stopping:
+                self.now += 30.0
+                self.end()
+            if not any(self._can_run(ask) for ask in self.pending.values()):
+                break
+        hungry = [ask.job for ask in self.pending.values() if self._can_run(ask)]
+        if hungry:
+            self.found.add("starved", f"{hungry} after {rounds} rounds")
+        self.pending.clear()
+        self.gangs = [self._gang() for _ in range(SHAPES)]
+
+    def _can_run(self, ask: Ask) -> bool:
+        """Whether the job could run alone on the whole cluster."""
+        least = ask.gang.least_total()
+        limits = [QUEUES[name].limit for name in _above(ask.queue) if name in QUEUES]
+        inside = all(limit is None or least.gpus <= limit.gpus for limit in limits)
+        if not ask.preemptible:  # what is guaranteed to others is not for it
+            inside = inside and _firm_room(ask.queue) >= least.gpus
+        return inside and fits_ever(self.topology, ask.gang) is None
+
+
+def _above(queue: str) -> list[str]:
+    path = [queue]
+    while path[-1] in QUEUES and QUEUES[path[-1]].parent:
+        path.append(QUEUES[path[-1]].parent)
+    return path
+
+
+def _firm_room(queue: str) -> int:
+    """GPUs that no sibling of the queue or of those above it is guaranteed."""
+    room = 68
+    for name in reversed(_above(queue)):
+        parent = QUEUES[name].parent if name in QUEUES else ""
+        own = QUEUES[name].guaranteed.gpus if name in QUEUES else 0
+        others = sum(q.guaranteed.gpus for q in QUEUES.values() if q.parent == parent and q.name != name)
+        room = max(own, room - others)
+        limit = QUEUES[name].limit if name in QUEUES else None
+        room = min(room, limit.gpus) if limit is not None else room
+    return room
+
+
+def violations(events: int, seed: int, config: PolicyConfig = DEFAULT_CONFIG) -> Violations:
+    """Counts what must never happen in so many random events. Deterministic."""
+    world = World(seed, config)
+    while world.found.events < events:
+        for _ in range(world.rng.randint(1, 2 * BATCH - 1)):
+            world.event()
+        if world.rng.random() < 0.01:
+            world.claims = ()
+        world.cycle()
+        if world.found.events // CALM_EVERY > (world.found.events - 2 * BATCH) // CALM_EVERY:
+            world.calm()
+    world.calm()
+    return world.found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--events", type=int, default=EVENTS)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    begun = time.perf_counter()
+    found = violations(options.events, options.seed)
+    for note in found.notes:
+        print(note)
+    print(f"{found.events} events, {found.cycles} cycles, {dict(found.actions)} in {time.perf_counter() - begun:.1f} s")
+    print(json.dumps({"violations": found.total}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
