@@ -1,0 +1,214 @@
+"""Owns what one cycle changes: room, use per queue, claims, the actions so far, and which shapes are known not to fit.
+
+Until elastic jobs grow at the end, room only shrinks within a cycle. So a shape that did not fit is not searched again;
+the key is the whole gang with all its constraints (KAI's cache once left the topology out), and the claims that bind
+the ask.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from reflux_placement.gang import Assignment, GangDemand
+from reflux_placement.place.misfit import Misfit
+from reflux_placement.place.search import find_place
+from reflux_placement.policy.backfill import Drain, Kept, ends_before
+from reflux_placement.policy.claims import Standing, blocked, fits_on, stand
+from reflux_placement.policy.prescreen import Prescreen
+from reflux_placement.policy.quota import Ledger, Row
+from reflux_placement.policy.view import Action, Ask, Claim, Live, Start, View
+from reflux_placement.room import Room
+from reflux_placement.topology import Resources
+
+
+@dataclass(frozen=True, slots=True)
+class Delays:
+    """It would fit, but in room that is reserved for these jobs."""
+
+    first: Standing
+
+
+Found = Assignment | Misfit | Delays
+
+
+class Books:
+    """The state of a cycle; `room` is the one of the view."""
+
+    def __init__(self, view: View) -> None:
+        self.view, self.now = view, view.now
+        self.room: Room = view.room
+        self.ledger = Ledger(view.queues, Resources(*self.room.topology.capacity_NR.sum(axis=0).tolist()))
+        self.live: dict[str, Live] = dict(view.live)
+        self.leaving: set[str] = set()
+        """Live jobs that were told to end."""
+
+        self.busy: set[str] = set()
+        """Live jobs that an action changes already; nothing else is asked of them."""
+
+        self.actions: list[Action] = []
+        self.evicting: dict[str, Standing] = {}
+        self.reserved: dict[str, Standing] = {}
+        self._withheld: dict[str, Kept] = {}
+        self._failed: dict[tuple[GangDemand, tuple[str, ...]], Misfit | Delays] = {}
+        self._drain: Drain | None = None
+        self._prescreen: Prescreen | None = None
+        self._prescreen_is_stale = False
+        self._counted = self._must_count()
+        if self._counted:
+            self._charge_live()
+
+    def _must_count(self) -> bool:
+        """Whether the use of queues matters in this cycle: several wait, or one has a bound."""
+        queues, pending = self.view.queues, self.view.pending
+        bounded = any(queue.limit is not None or any(queue.guaranteed.row) for queue in queues.values())
+        return bounded or any(ask.queue != pending[0].queue for ask in pending)
+
+    def _charge_live(self) -> None:
+        sums: dict[tuple[str, bool], list[int]] = {}
+        for job, each in self.live.items():
+            holding = self.room.holdings.get(job)
+            if holding is not None:
+                total = sums.setdefault((each.ask.queue, each.ask.preemptible), [0, 0, 0])
+                amount = holding.amount
+                total[0] += amount.gpus
+                total[1] += amount.millicpus
+                total[2] += amount.memory_bytes
+        for (queue, preemptible), (gpus, millicpus, memory_bytes) in sums.items():
+            self.ledger.charge(queue, (gpus, millicpus, memory_bytes), firm=not preemptible)
+
+    @cached_property
+    def lowest_priority(self) -> int | None:
+        """Of the live jobs that may be preempted at all."""
+        return min((each.ask.priority for each in self.view.live.values() if each.ask.preemptible), default=None)
+
+    def charge(self, ask: Ask, amount: Row, sign: int = 1) -> None:
+        """Counts room that a job got or gives back."""
+        if self._counted:
+            self.ledger.charge(ask.queue, amount, firm=not ask.preemptible, sign=sign)
+
+    # --- claims ---
+
+    def binding(self, ask: Ask) -> list[Standing]:
+        """Reservations that an ask must not delay: of its priority or higher, unless it ends before."""
+        return [
+            each
+            for each in self.reserved.values()
+            if each.ask is not ask
+            and each.ask.priority >= ask.priority
+            and not ends_before(ask, self.now, each.claim.due_at)
+        ]
+
+    def withhold(self, standing: Standing) -> None:
+        """Keeps the room of a claim whose victims are leaving out of everybody's reach."""
+        nodes_K, amounts_KR = blocked(self.room, [standing])
+        self.room.free_NR[nodes_K] -= amounts_KR
+        self._withheld[standing.job] = (nodes_K, amounts_KR)
+        self.evicting[standing.job] = standing
+        self.reserved.pop(standing.job, None)
+        self._drain = None
+
+    def give_back(self, job: str) -> None:
+        """Undoes `withhold`."""
+        nodes_K, amounts_KR = self._withheld.pop(job)
+        self.room.free_NR[nodes_K] += amounts_KR
+        del self.evicting[job]
+
+    def can_hold(self, standing: Standing) -> bool:
+        """Whether a claim can still be met once its jobs have left, besides those that are withheld already."""
+        nodes_K, amounts_KR = blocked(self.room, [standing])
+        return fits_on(self.room, nodes_K, amounts_KR)
+
+    def kept(self, reserved: Iterable[Standing]) -> list[Kept]:
+        """Room that claims and these reservations will need beyond what is withheld now."""
+        rest: list[Kept] = []
+        for each in self.evicting.values():
+            nodes_K, amounts_KR = self._withheld[each.job]
+            rest.append((nodes_K, each.need_KR - amounts_KR))
+        return rest + [(each.nodes_K, each.need_KR) for each in reserved]
+
+    def drain(self) -> Drain:
+        """The departures of the live jobs, and of those that this cycle started."""
+        if self._drain is None:
+            self._drain = Drain(self.room, self.live, self.now, self.leaving)
+        return self._drain
+
+    def claims(self) -> tuple[Claim, ...]:
+        """What the next cycle takes in."""
+        return tuple(each.claim for each in [*self.evicting.values(), *self.reserved.values()])
+
+    # --- places ---
+
+    def find(self, ask: Ask, gang: GangDemand) -> Found:
+        """A place that delays no reservation that binds the ask. `gang` is the ask's, or a smaller one."""
+        binding = self.binding(ask) if self.reserved else []
+        key = (gang, tuple(each.job for each in binding))
+        known = self._failed.get((gang, ())) or (self._failed.get(key) if binding else None)
+        if known is not None:
+            return known
+        found: Found = self._search(gang)
+        if isinstance(found, Misfit):
+            self._failed[gang, ()] = found
+        elif binding and any(each.touches(found.used_nodes()) for each in binding):
+            with_reserved = find_place(self.outside(binding), gang)
+            found = with_reserved if isinstance(with_reserved, Assignment) else Delays(binding[0])
+            if isinstance(found, Delays):
+                self._failed[key] = found
+        return found
+
+    def _search(self, gang: GangDemand) -> Assignment | Misfit:
+        """`find_place` behind the quick proof, whose bounds are renewed once they have let a misfit through."""
+        if self._prescreen is None:
+            self._prescreen, self._prescreen_is_stale = Prescreen(self.room), False
+        found = self._prescreen.hopeless(gang) or find_place(self.room, gang)
+        if isinstance(found, Misfit) and self._prescreen_is_stale:
+            self._prescreen = None
+        return found
+
+    def outside(self, binding: Sequence[Standing]) -> Room:
+        """The room less what these reservations need."""
+        room = self.room.copy()
+        nodes_K, amounts_KR = blocked(room, binding)
+        room.free_NR[nodes_K] = np.maximum(room.free_NR[nodes_K] - amounts_KR, 0)
+        return room
+
+    def off_limits(self, ask: Ask) -> Room:
+        """The room with every node of a binding reservation closed: preemption must not reshuffle them."""
+        room = self.room.copy()
+        for each in self.binding(ask):
+            room.open_N[each.nodes_K] = False
+        return room
+
+    def start(self, ask: Ask, assignment: Assignment, why: str, *, backfilled: bool) -> None:
+        """Books a start; reservations of lower priority that it cuts into are looked for again."""
+        holding = self.room.take(ask.job, ask.gang, assignment)
+        self._prescreen_is_stale = True
+        self.charge(ask, holding.amount.row)
+        self.live[ask.job] = Live(ask=ask, started_at=self.now, saved_at=self.now)
+        self.busy.add(ask.job)
+        self.reserved.pop(ask.job, None)
+        self.actions.append(Start(ask.job, assignment, why, backfilled))
+        self._amend_reservations(ask, assignment)
+
+    def _amend_reservations(self, ask: Ask, assignment: Assignment) -> None:
+        """Reservations whose room was cut into: they wait for a job that ends in time, too; otherwise they are void
+        when what they need does not come free any more."""
+        if not self.reserved:
+            return
+        used = assignment.used_nodes()
+        for each in [each for each in self.reserved.values() if each.touches(used)]:
+            if ends_before(ask, self.now, each.claim.due_at):
+                longer = replace(each.claim, after=(*each.claim.after, ask.job))
+                self.reserved[each.job] = replace(each, claim=longer)
+            elif not self.can_hold(each):
+                del self.reserved[each.job]
+
+
+def standing_claims(view: View) -> list[Standing]:
+    """The claims whose jobs still wait, those of preemptions first."""
+    if not view.claims:
+        return []
+    pending = {ask.job: ask for ask in view.pending}
+    alive = [stand(claim, pending[claim.job]) for claim in view.claims if claim.job in pending]
+    return sorted(alive, key=lambda each: (not each.claim.evicting, -each.ask.priority, each.ask.number))

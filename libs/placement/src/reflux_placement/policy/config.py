@@ -1,0 +1,47 @@
+"""Owns the knobs of a scheduling cycle."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyConfig:
+    """How the cycle decides. Raises ValueError for a knob that makes no sense."""
+
+    backfill_depth: int = 2000
+    """Blocked asks that are looked at per queue and cycle; those behind wait unseen. 0 is strict order: nothing of a
+    queue starts behind its first blocked ask."""
+
+    reservations: int = 1
+    """Blocked asks that get a reservation, in the order of the cycle (EASY backfill has 1)."""
+
+    patience_seconds: float = 4 * 3600.0
+    """The oldest ask that waited longer gets a reservation of its own, wherever fair share puts it. This bounds how
+    often it is overtaken."""
+
+    preemption: bool = True
+    """Whether running jobs may be stopped for others."""
+
+    preemption_attempts: int = 8
+    """Searches for a set of victims per cycle."""
+
+    preemption_domains: int = 6
+    """Domains per level that such a search tries, most promising first."""
+
+    shrinking: bool = True
+    """Whether elastic jobs give up members above their minimum for pending jobs."""
+
+    growing: bool = True
+    """Whether elastic jobs grow into room that no pending job can use."""
+
+    defragmentation: bool = True
+    """Whether movable jobs migrate for the first ask that only fragmentation keeps waiting."""
+
+    explain: bool = True
+    """Whether every wait gets a sentence; without it sentences are empty and the cycle is faster."""
+
+    def __post_init__(self) -> None:
+        for name in ("backfill_depth", "reservations", "preemption_attempts", "patience_seconds"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} = {getattr(self, name)}: write zero or more")
+        if self.preemption_domains < 1:
+            raise ValueError(f"preemption_domains = {self.preemption_domains}: write one or more")

@@ -1,0 +1,242 @@
+"""Owns one scheduling cycle: replace what was lost, start what fits in order, make room, grow, defragment.
+
+The order of a cycle, and of the actions in its decision:
+1. Members on lost nodes are replaced, or their jobs go back to the queue.
+2. Claims of the cycle before: room that was freed for a job is withheld until that job starts there.
+3. Asks in order (`fairshare`). One inside its quota that fits starts. One that does not fit makes elastic jobs shrink,
+   or others stop (`preempt`); or else the first of them gets a reservation (`backfill`) that later asks must not delay.
+   An ask that waits for quota blocks nobody.
+4. Elastic jobs grow into room that nobody waits for; fragmentation is mended for the first ask that waits for that.
+"""
+
+from dataclasses import replace
+
+from reflux_placement.errors import Occupied
+from reflux_placement.gang import Assignment, GangDemand
+from reflux_placement.place.misfit import Misfit
+from reflux_placement.policy.backfill import expected_end, reserve
+from reflux_placement.policy.books import Books, Delays, standing_claims
+from reflux_placement.policy.claims import Standing, fits_on, stand
+from reflux_placement.policy.config import PolicyConfig
+from reflux_placement.policy.elastic import grow
+from reflux_placement.policy.fairshare import in_order
+from reflux_placement.policy.health import open_nodes
+from reflux_placement.policy.makeroom import RoomMaker, at_least
+from reflux_placement.policy.quota import Excess
+from reflux_placement.policy.reasons import Reasons
+from reflux_placement.policy.spares import replace_lost
+from reflux_placement.policy.view import Ask, Claim, Decision, Requeue, View
+from reflux_placement.topology import Resources
+
+DEFAULT_CONFIG = PolicyConfig()
+MAX_OLDEST = 4
+"""Asks that waited too long and are tried for a reservation; those in front may not fit at all."""
+
+
+def decide(view: View, config: PolicyConfig = DEFAULT_CONFIG) -> Decision:
+    """What to do now. Pure and deterministic; books on `view.room`, which is a copy of the caller's.
+
+    Room of jobs that are told to stop, shrink or move is not given to anybody in this cycle: it is claimed for whom it
+    was freed (`Decision.claims`), who starts in the first cycle that finds it free.
+
+    Raises:
+        UnknownLevel: an ask names a level that the topology does not have.
+        InvalidQueue: the tree of queues loops.
+    """
+    return _Cycle(view, config).run()
+
+
+class _Cycle:
+    def __init__(self, view: View, config: PolicyConfig) -> None:
+        self._view, self._config = view, config
+        self._books = Books(view)
+        self._maker = RoomMaker(self._books, config)
+        self._reasons = Reasons(self._books, explain=config.explain)
+        self._blocked: dict[str, int] = {}
+        self._waiting: list[Ask] = []
+        """Asks that wait for room, in order."""
+
+        self._never: set[tuple[GangDemand, tuple[str, ...]]] = set()
+        """Do not fit beside these reservations when every live job has left either."""
+
+    def run(self) -> Decision:
+        """The whole cycle."""
+        books, view = self._books, self._view
+        if view.nodes or view.spares:
+            books.room.open_N &= open_nodes(books.room.topology, view.nodes, view.spares)
+            self._replace_lost()
+        self._keep_claims()
+        for ask in in_order([ask for ask in view.pending if not self._settled(ask)], books.ledger):
+            self._consider(ask)
+        self._reserve_for_oldest()
+        if self._config.growing:
+            self._grow()
+        return Decision(tuple(books.actions), self._reasons.waits, books.claims())
+
+    def _settled(self, ask: Ask) -> bool:
+        return ask.job in self._books.evicting or ask.job in self._books.room.holdings
+
+    def _replace_lost(self) -> None:
+        """Members on lost nodes. A job that goes back to the queue still holds its room until it has stopped."""
+        books = self._books
+        before = dict(books.room.holdings)
+        for action in replace_lost(books.room, self._view.live, self._view.nodes, self._view.spares):
+            books.actions.append(action)
+            books.busy.add(action.job)
+            if isinstance(action, Requeue):
+                books.leaving.add(action.job)
+                try:
+                    books.room.restore(action.job, before[action.job])
+                except Occupied:  # a replacement took some of it and is carried out after this stop
+                    continue
+
+    # --- claims of the cycle before ---
+
+    def _keep_claims(self) -> None:
+        for claim in self._view.claims:
+            if claim.evicting:
+                self._leaving(claim)
+        for standing in standing_claims(self._view):
+            if standing.claim.evicting:
+                self._keep_evicting(standing)
+            else:
+                self._keep_reservation(standing)
+
+    def _leaving(self, claim: Claim) -> None:
+        """Victims that still hold room were told to go, even if their beneficiary is gone by now."""
+        books = self._books
+        for job in claim.after:
+            live, holding = books.live.get(job), books.room.holdings.get(job)
+            if job in claim.keeps:
+                books.busy.add(job)
+            elif live is not None and holding is not None and job not in books.leaving:
+                books.leaving.add(job)
+                books.charge(live.ask, holding.amount.row, -1)
+
+    def _keep_evicting(self, standing: Standing) -> None:
+        books, ask = self._books, standing.ask
+        if fits_on(books.room, standing.nodes_K, standing.need_KR):
+            books.start(ask, standing.claim.assignment, "its room has been freed", backfilled=False)
+        elif books.can_hold(standing):
+            books.charge(ask, standing.amount)
+            books.withhold(standing)
+            self._reasons.being_freed(standing)
+
+    def _keep_reservation(self, standing: Standing) -> None:
+        """It stays as long as its time has not passed: whoever was promised room is not overtaken again and again.
+        After `patience_seconds` it stays in any case."""
+        books, claim, ask = self._books, standing.claim, standing.ask
+        late = books.now > claim.due_at and books.now - ask.submitted_at <= self._config.patience_seconds
+        if late or self._excess(ask, at_least(ask.gang)) or not books.can_hold(standing):
+            return
+        ends = [expected_end(books.live[job], books.now) for job in claim.after if job in books.live]
+        claim = replace(claim, due_at=max([books.now, *ends]))
+        books.reserved[ask.job] = replace(standing, claim=claim)
+
+    # --- one ask ---
+
+    def _consider(self, ask: Ask) -> None:
+        if self._blocked.get(ask.queue, 0) > self._config.backfill_depth:
+            self._reasons.behind(ask)
+            return
+        gang, excess = ask.gang, self._excess(ask, ask.gang)
+        if excess:
+            gang = at_least(ask.gang)
+            excess = self._excess(ask, gang) if gang is not ask.gang else excess
+        if excess:
+            if self._maker.make_room(ask, excess):
+                self._reasons.being_freed(self._books.evicting[ask.job])
+            else:
+                self._reasons.quota(ask, excess)
+            return
+        found = self._books.find(ask, gang)
+        if not isinstance(found, Assignment):
+            found = self._reserved_place(ask) or found
+        if isinstance(found, Assignment):
+            backfilled = bool(self._waiting)
+            self._books.start(ask, found, self._reasons.start(found, backfilled), backfilled=backfilled)
+            return
+        self._block(ask, found)
+
+    def _excess(self, ask: Ask, gang: GangDemand) -> list[Excess]:
+        return self._books.ledger.excess(ask.queue, gang.total().row, firm=not ask.preemptible)
+
+    def _reserved_place(self, ask: Ask) -> Assignment | None:
+        """Its reserved room, if that is free: searches within a budget may miss what an earlier one found."""
+        standing = self._books.reserved.get(ask.job)
+        if standing is None or not fits_on(self._books.room, standing.nodes_K, standing.need_KR):
+            return None
+        return standing.claim.assignment
+
+    def _block(self, ask: Ask, found: Misfit | Delays) -> None:
+        if self._maker.make_room(ask, ()):
+            self._reasons.being_freed(self._books.evicting[ask.job])
+            return
+        self._blocked[ask.queue] = self._blocked.get(ask.queue, 0) + 1
+        self._waiting.append(ask)
+        self._reserve(ask)
+        self._reasons.blocked(ask, found)
+
+    def _overdue(self, ask: Ask) -> bool:
+        return self._books.now - ask.submitted_at > self._config.patience_seconds
+
+    def _reserve(self, ask: Ask) -> None:
+        """A reservation while there are slots; one of lower priority makes way. One overdue ask needs no slot."""
+        reserved = list(self._books.reserved.values())
+        if not self._config.reservations or ask.job in self._books.reserved:
+            return
+        overdue = any(self._overdue(each.ask) for each in reserved)
+        if len(reserved) - overdue >= self._config.reservations:
+            weakest = min(reserved, key=lambda each: (each.ask.priority, -each.ask.number))
+            if weakest.ask.priority >= ask.priority:
+                return
+            reserved.remove(weakest)
+        self._reserve_beside(ask, reserved)
+
+    def _reserve_for_oldest(self) -> None:
+        """The oldest ask that waited too long has a reservation, however small the shares of other queues are, before
+        others of its priority."""
+        books = self._books
+        overdue = [ask for ask in self._waiting if self._overdue(ask)] if self._config.reservations else []
+        for ask in sorted(overdue, key=lambda ask: (-ask.priority, ask.number))[:MAX_OLDEST]:
+            above = [each for each in books.reserved.values() if each.ask.priority > ask.priority]
+            if ask.job in books.reserved or self._reserve_beside(ask, above):
+                return
+
+    def _reserve_beside(self, ask: Ask, kept: list[Standing]) -> bool:
+        """Reserves around the reservations `kept`; others stay if they can do without the same nodes."""
+        books = self._books
+        key = (ask.gang, tuple(each.job for each in kept))
+        if key in self._never:
+            return False
+        free = books.room.free_NR.clip(min=0).sum(axis=0).tolist()
+        smallest = replace(ask, gang=at_least(ask.gang))
+        result = reserve(books.drain(), smallest, books.now, free, books.kept(kept))
+        if isinstance(result, Misfit):
+            self._never.add(key)
+            if not books.room.open_N.all():
+                self._reasons.away(ask.gang, result)
+            return False
+        for each in [each for each in books.reserved.values() if each not in kept]:
+            if each.touches(result.nodes_K) or len(books.reserved) > self._config.reservations:
+                del books.reserved[each.job]
+        books.reserved[ask.job] = stand(result.claim, ask)
+        return True
+
+    # --- what is left ---
+
+    def _grow(self) -> None:
+        books = self._books
+        if any(ask.job not in books.reserved for ask in self._waiting):
+            return
+        elastic = {
+            job: books.live[job]
+            for job, holding in books.room.holdings.items()
+            if holding.is_elastic and job in books.live and job not in books.leaving and job not in books.busy
+        }
+        if elastic:
+            nodes = sorted({node for each in books.reserved.values() for node in each.nodes_K.tolist()})
+            books.actions.extend(grow(books.room, elastic, reserved=nodes, may_hold=self._may_hold))
+
+    def _may_hold(self, queue: str, more: Resources) -> bool:
+        return not self._books.ledger.excess(queue, more.row, firm=False)
