@@ -4,7 +4,8 @@ Order of a cycle: `refresh` (who is a spare now), `health.open_nodes` (closes sp
 `replace_lost` before anything else is placed, because a broken gang holds room and does nothing.
 
 A replacement is looked for in this order: free room in the racks of the lost members, then spares of these racks, then
-free room that the constraints allow elsewhere, then any spare. A spare that took over work is no spare any more; the
+free room that the constraints allow elsewhere, then any spare, then room elsewhere for the whole segments that lost a
+member (their other members move along, all other segments stay). A spare that took over work is no spare any more; the
 rack's count is filled again from idle nodes, first from the failed node that comes back.
 """
 
@@ -103,6 +104,7 @@ def replace_lost(
     down = frozenset(node for node, state in states.items() if state == "down")
     draining = frozenset(node for node, state in states.items() if state == "draining")
     room.open_N[[*states, *spares]] = False
+    spares = frozenset(spares - states.keys())
     sick_N = np.zeros(room.topology.num_nodes, dtype=bool)
     sick_N[[*down, *draining]] = True
     hurt = [job for job, holding in room.holdings.items() if sick_N[holding.node_M].any()]
@@ -140,9 +142,9 @@ def _replace_job(
         room.restore(job, holding)
         return None
     assert misfit is not None
-    smaller = _smaller(room, holding, dead, spares)
-    if smaller is not None:
-        return _replaced(room, job, holding, smaller, dead, spares)
+    found = _with_whole_segments(room, holding, dead, spares) or _smaller(room, holding, dead, spares)
+    if found is not None:
+        return _replaced(room, job, holding, found, dead, spares)
     names = _names(room.topology, dead)
     return Requeue(job, f"lost {names} and there is no replacement that keeps its constraints: {misfit.sentence}")
 
@@ -180,6 +182,28 @@ def _with_spares(
     return best
 
 
+def _with_whole_segments(
+    room: Room, holding: Holding, dead: frozenset[int], spares: frozenset[int]
+) -> Assignment | None:
+    """A place where the segments that lost a member start anew, together; None for gangs without segments."""
+    kept = _whole_segments(holding, dead)
+    if kept == kept_members(holding, dead):
+        return None
+    found = _with_spares(room, holding.demand, kept, current_counts(holding), spares)
+    return found if isinstance(found, Assignment) else None
+
+
+def _whole_segments(holding: Holding, dead: frozenset[int]) -> Kept:
+    """Members of the segments that lost nobody (of roles without segments: members that are not lost)."""
+    kept = kept_members(holding, dead)
+    for demand in holding.demand.roles:
+        if size := demand.segment_size:
+            alive = kept[demand.role]
+            whole = {rank // size for rank in alive if all(rank // size * size + at in alive for at in range(size))}
+            kept[demand.role] = {rank: node for rank, node in alive.items() if rank // size in whole}
+    return kept
+
+
 def _smaller(room: Room, holding: Holding, dead: frozenset[int], spares: frozenset[int]) -> Assignment | None:
     """The largest gang between its minimum and its size, a unit of every hurt role at a time. Members of the highest
     ranks leave; the lost ranks below them start again where those were."""
@@ -193,13 +217,10 @@ def _smaller(room: Room, holding: Holding, dead: frozenset[int], spares: frozens
         counts = {role: sizes[min(step, len(sizes) - 1)] for role, sizes in units.items()}
         if not any(counts.values()):
             break
-        kept = {
-            role: {rank: node for rank, node in ranks.items() if rank < counts[role]}
-            for role, ranks in kept_members(holding, dead).items()
-        }
-        found = _with_spares(room, holding.demand, kept, counts, spares)
-        if isinstance(found, Assignment):
-            return found
+        for kept in (kept_members(holding, dead), _whole_segments(holding, dead)):
+            found = _with_spares(room, holding.demand, kept, counts, spares)
+            if isinstance(found, Assignment):
+                return found
     return None
 
 
