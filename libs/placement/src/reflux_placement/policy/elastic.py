@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from reflux_placement.gang import Assignment, RoleDemand
+from reflux_placement.gang import Assignment, GangDemand, RoleDemand
 from reflux_placement.place.extend import extend
 from reflux_placement.place.misfit import Misfit
 from reflux_placement.place.search import find_place
@@ -197,16 +197,16 @@ def shrink_for(
     """
     allowed = may_shrink or (lambda other: other.ask.priority <= ask.priority)
     steps = _steps(room, live, allowed)
-    if not steps or _fits_after(room, ask, _sizes(steps)) is None:
+    if not steps or _fits_after(room, ask, dict(steps)) is None:
         return None
     low, high = 0, len(steps)
     while low < high:
         middle = (low + high) // 2
-        if _fits_after(room, ask, _sizes(steps[:middle])) is None:
+        if _fits_after(room, ask, dict(steps[:middle])) is None:
             low = middle + 1
         else:
             high = middle
-    sizes = _pruned(room, ask, _sizes(steps[:high]))
+    sizes = _pruned(room, ask, dict(steps[:high]))
     fitting = _fits_after(room, ask, sizes)
     if fitting is None or not sizes:
         return None
@@ -233,7 +233,7 @@ def _steps(room: Room, live: Mapping[str, Live], allowed: Callable[[Live], bool]
             continue
         for demand in each.ask.gang.roles:
             have = len(room.holdings[job].assignment.nodes.get(demand.role, ()))
-            for turn, size in enumerate((demand.count, demand.least)):
+            for turn, size in enumerate((demand.count, _floor(each.ask.gang, demand))):
                 if size < have and (turn == 0 or allowed(each)):
                     key = (turn, each.ask.priority, -each.ask.number, demand.role)
                     steps.append((key, (job, demand.role), size))
@@ -241,8 +241,11 @@ def _steps(room: Room, live: Mapping[str, Live], allowed: Callable[[Live], bool]
     return [(where, size) for _, where, size in sorted(steps)]
 
 
-def _sizes(steps: Sequence[tuple[tuple[str, str], int]]) -> Sizes:
-    return dict(steps)
+def _floor(gang: GangDemand, demand: RoleDemand) -> int:
+    """The size that a role never shrinks below: its minimum, or one unit where the gang would be left empty."""
+    may_be_empty = not any(role.least for role in gang.roles)
+    first = next(role.role for role in gang.roles if role.count)
+    return (demand.segment_size or 1) if may_be_empty and demand.role == first else demand.least
 
 
 def _fits_after(room: Room, ask: Ask, sizes: Sizes) -> tuple[Room, Assignment] | None:
@@ -254,8 +257,6 @@ def _fits_after(room: Room, ask: Ask, sizes: Sizes) -> tuple[Room, Assignment] |
         wanted.setdefault(job, {})[role] = size
     for job, counts in wanted.items():
         holding = after.holdings[job]
-        if not any((current_counts(holding) | counts).values()):
-            continue
         after.release(job)
         smaller = _resized(after, holding, counts)
         after.take(

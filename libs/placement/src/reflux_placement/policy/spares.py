@@ -99,7 +99,8 @@ def replace_lost(
     - An elastic gang for which nothing is left goes on smaller, down to its minimum: its highest ranks make room.
     - Otherwise `Requeue` says what is missing. No action ever carries an empty assignment.
 
-    Jobs go by priority, then by order of submission. Nodes in `states` are closed in `room.open_N`.
+    Jobs go by priority, then by order of submission; only those in `live` (others are stopping). Nodes in `states` are
+    closed in `room.open_N`.
     """
     down = frozenset(node for node, state in states.items() if state == "down")
     draining = frozenset(node for node, state in states.items() if state == "draining")
@@ -107,7 +108,7 @@ def replace_lost(
     spares = frozenset(spares - states.keys())
     sick_N = np.zeros(room.topology.num_nodes, dtype=bool)
     sick_N[[*down, *draining]] = True
-    hurt = [job for job, holding in room.holdings.items() if sick_N[holding.node_M].any()]
+    hurt = [job for job, holding in room.holdings.items() if job in live and sick_N[holding.node_M].any()]
     actions: list[Replace | Requeue] = []
     for job in sorted(hurt, key=lambda name: _order(live, name)):
         action = _replace_job(room, live.get(job), job, down, draining, spares)
