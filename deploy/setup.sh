@@ -33,7 +33,7 @@ packages=()
 for folder in libs/*/ services/*/; do
   case $folder in
     services/trainer/) packages+=(-e "./${folder%/}[learner]") ;;
-    services/scheduler/) packages+=(-e "./${folder%/}[kubernetes]") ;;
+    services/scheduler/) packages+=(-e "./${folder%/}[kubernetes,ray]") ;;
     services/inference-gateway/) packages+=(-e "./${folder%/}[engine]") ;;
     *) packages+=(-e "./${folder%/}") ;;
   esac

@@ -1,0 +1,1 @@
+"""Grants as placement groups of a Ray cluster."""
