@@ -61,7 +61,7 @@ def _context(comparison: Comparison) -> dict[str, Any]:
         "cluster": cluster_line(topology),
         "notes": comparison.notes,
         "bars": "Median over seeds, with the least and the largest." if many else
-                "Bars: 95 % of a moving-block bootstrap over jobs (one seed). Figures without one are exact sums.",
+                "Bars: 95 % of a circular block bootstrap over jobs (one seed). Figures without one are exact sums.",
         "seeds": ", ".join(str(seed) for seed in comparison.seeds),
         "tiles": _tiles(comparison),
         "policies": comparison.policies,

@@ -170,15 +170,17 @@ class Bar:
 def block_bootstrap(
     values: Floats, statistic: Callable[[Floats], float], *, rounds: int = 500, seed: int = 0, level: float = 0.95
 ) -> Bar:
-    """Confidence bar of a statistic over jobs in order of arrival, by a moving-block bootstrap (Kuensch 1989): waits of
-    neighbouring jobs depend on each other, so blocks of about n^(1/3) * 4 jobs are drawn instead of single ones."""
+    """Confidence bar of a statistic over jobs in order of arrival, by a circular block bootstrap (Politis and Romano
+    1992): waits of neighbouring jobs depend on each other, so blocks of about 4 n^(1/3) jobs are drawn, not single
+    ones; the circle makes every job as likely, those at the ends too."""
     if not len(values):
         return Bar(0.0, 0.0, 0.0)
     rng = np.random.default_rng(seed)
     length = max(1, min(len(values), round(4 * len(values) ** (1 / 3))))
     blocks = -(-len(values) // length)
-    starts = rng.integers(0, len(values) - length + 1, (rounds, blocks))
-    draws = [statistic(values[(row[:, None] + np.arange(length)).ravel()[: len(values)]]) for row in starts]
+    starts = rng.integers(0, len(values), (rounds, blocks))
+    places = (starts[:, :, None] + np.arange(length)) % len(values)
+    draws = [statistic(values[row.ravel()[: len(values)]]) for row in places]
     low, high = np.quantile(draws, [(1 - level) / 2, (1 + level) / 2])
     return Bar(statistic(values), float(low), float(high))
 
