@@ -1,10 +1,11 @@
 """Clusters and gangs for the tests of placement: named builders, random small ones, and a search by brute force."""
 
 import itertools
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TypeVar
 
 import numpy as np
-from hypothesis import strategies as st
 
 from reflux_placement.gang import Assignment, GangDemand, Relation, RoleDemand
 from reflux_placement.place.check import broken
@@ -12,6 +13,7 @@ from reflux_placement.room import Room
 from reflux_placement.topology import CLUSTER, Node, Resources, Topology, build_topology
 
 GIB = 1 << 30
+T = TypeVar("T")
 
 
 def tray(name: str, rack: str = "", block: str = "", gpus: int = 4, cpus: int = 16) -> Node:
@@ -56,48 +58,72 @@ def gpus_per_node(topology: Topology, demand: GangDemand, assignment: Assignment
     return taken.tolist()
 
 
-@st.composite
-def small_worlds(draw: st.DrawFn, max_racks: int = 4, max_trays: int = 3) -> tuple[Room, GangDemand]:
-    """At most `max_racks` racks in two blocks, some nodes unlabelled, random occupancy, one to three roles."""
-    racks = draw(st.lists(st.integers(1, max_trays), min_size=1, max_size=max_racks))
+def random_world(seed: int) -> tuple[Room, GangDemand]:
+    """At most four racks in two blocks, some nodes unlabelled or closed, random occupancy, one to three roles with
+    constraints of every kind."""
+    draw = Draw(seed)
+    racks = [draw.between(1, 3) for _ in range(draw.between(1, 4))]
     nodes = [
         tray(f"n{r}-{i}", f"r{r}", "b0" if r < 2 else "b1", 2) for r, count in enumerate(racks) for i in range(count)
     ]
-    nodes += [tray(f"u{i}", "", "", draw(st.integers(0, 2))) for i in range(draw(st.integers(0, 2)))]
+    nodes += [tray(f"u{i}", "", draw.one_of(["", "b0"]), draw.between(0, 2)) for i in range(draw.between(0, 2))]
     topology = build_topology("tiny", nodes)
-    free = [draw(st.integers(0, int(capacity))) for capacity in topology.capacity_NR[:, 0]]
-    room = room_with(topology, free)
+    room = room_with(topology, [draw.between(0, int(most)) for most in topology.capacity_NR[:, 0]])
     for node in range(topology.num_nodes):
-        if draw(st.integers(0, 9)) == 0:
+        if draw.between(0, 9) == 0:
             room.open_N[node] = False
     levels = [CLUSTER, *topology.levels[1:-1]]
-    roles = []
-    for name in ["a", "b", "c"][: draw(st.integers(1, 3))]:
-        segment = draw(st.sampled_from([0, 0, 2]))
-        cap = draw(st.sampled_from([0, 0, 0, 1, 2]))
-        roles.append(
-            RoleDemand(
-                role=name,
-                count=draw(st.integers(0 if name != "a" else 1, 2)) * max(1, segment),
-                each=Resources(gpus=draw(st.integers(0, 2)), millicpus=draw(st.sampled_from([1000, 8000]))),
-                required_level=draw(st.sampled_from([CLUSTER, *levels])),
-                segment_size=segment,
-                segment_level=draw(st.sampled_from(levels)),
-                max_per_domain=cap,
-                spread_level=draw(st.sampled_from([*levels, "node"])) if cap else draw(st.sampled_from(["", *levels])),
-                preferred_level=draw(st.sampled_from(["", *levels])),
-            )
+    roles = tuple(draw.role(name, levels) for name in "abc"[: draw.between(1, 3)])
+    relations = tuple(
+        Relation(
+            role=one.role,
+            near=other.role,
+            level=draw.one_of([*levels, "node"]),
+            required=bool(draw.between(0, 1)),
+            traffic=1e9,
         )
-    relations = []
-    for one, other in itertools.pairwise(roles):
-        if draw(st.integers(0, 2)) == 0:
-            level, hard = draw(st.sampled_from(levels)), draw(st.booleans())
-            relations.append(Relation(role=other.role, near=one.role, level=level, required=hard, traffic=1e9))
-    required = draw(st.sampled_from([CLUSTER, *levels]))
-    preferred = draw(st.sampled_from(["", *levels]))
-    return room, GangDemand(
-        roles=tuple(roles), required_level=required, preferred_level=preferred, relations=tuple(relations)
+        for one, other in itertools.permutations(roles, 2)
+        if draw.between(0, 4) == 0
     )
+    return room, GangDemand(
+        roles=roles,
+        required_level=draw.one_of([CLUSTER, *levels]),
+        preferred_level=draw.one_of(["", *levels]),
+        relations=relations,
+    )
+
+
+class Draw:
+    """Random choices from one seed."""
+
+    def __init__(self, seed: int) -> None:
+        self._rng = np.random.default_rng(seed)
+
+    def between(self, low: int, high: int) -> int:
+        return int(self._rng.integers(low, high + 1))
+
+    def one_of(self, choices: Sequence[T]) -> T:
+        return choices[self.between(0, len(choices) - 1)]
+
+    def role(self, name: str, levels: list[str]) -> RoleDemand:
+        segment = self.one_of([0, 0, 2])
+        bound = self.one_of([0, 0, 0, 1, 2])
+        return RoleDemand(
+            role=name,
+            count=self.between(1 if name == "a" else 0, 2) * max(1, segment),
+            each=Resources(gpus=self.between(0, 2), millicpus=self.one_of([1000, 8000])),
+            required_level=self.one_of([CLUSTER, *levels]),
+            preferred_level=self.one_of(["", *levels]),
+            segment_size=segment,
+            segment_level=self.one_of(levels),
+            max_per_domain=bound,
+            spread_level=self.one_of([*levels, "node"]) if bound else self.one_of(["", *levels]),
+        )
+
+
+def combinations(room: Room, demand: GangDemand) -> int:
+    """How many ways a search by brute force would have to look at."""
+    return math.prod(math.comb(room.topology.num_nodes + each.count - 1, each.count) for each in demand.roles)
 
 
 def exists(room: Room, demand: GangDemand) -> bool:

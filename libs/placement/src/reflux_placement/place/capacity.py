@@ -22,7 +22,7 @@ def copies_per_node(free_NR: Ints, each: Resources) -> Ints:
     return np.maximum(copies_N, 0)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Shape:
     """What limits a role, as positions of levels in the tree."""
 
@@ -36,6 +36,9 @@ class Shape:
     near_levels: tuple[int, ...] = ()
     """Levels of hard relations: every member lies inside a domain there."""
 
+    limit: tuple[int, Ints] | None = None
+    """A level and the most members that each of its parts may take, all parts of the topology."""
+
     @property
     def special_levels(self) -> tuple[int, ...]:
         """Levels at which every member must lie inside a domain, ascending."""
@@ -45,6 +48,12 @@ class Shape:
         if self.cap:
             found.add(self.cap_level)
         return tuple(sorted(found))
+
+    @property
+    def checked_levels(self) -> tuple[int, ...]:
+        """Levels whose parts may hold less than the sum of their children."""
+        levels = self.special_levels
+        return levels if self.limit is None else (*levels, self.limit[0])
 
 
 def shape_of(topology: Topology, demand: RoleDemand, near_levels: tuple[int, ...] = ()) -> Shape:
@@ -102,6 +111,9 @@ def capacity_of(
         if shape.cap and level == shape.cap_level:
             in_segments = shape.segment_size > 1 and level >= shape.segment_level
             here = np.minimum(here, shape.cap // shape.segment_size if in_segments else shape.cap)
+        if shape.limit is not None and level == shape.limit[0]:
+            in_segments = shape.segment_size > 1 and level >= shape.segment_level
+            here = np.minimum(here, shape.limit[1][low:high] // (shape.segment_size if in_segments else 1))
         units.append(here)
     return Capacity(shape, tuple(units))
 

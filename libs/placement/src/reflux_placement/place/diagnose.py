@@ -43,7 +43,7 @@ def _too_large(question: Question, plan: RolePlan, room_NR: Ints) -> Misfit | No
     lack_NR = np.where(row > 0, (row - room_NR) / np.where(row > 0, row, 1), 0.0)
     node = int(lack_NR.max(axis=1).argmin())
     column = int(lack_NR[node].argmax())
-    return _made(question, plan, "size", 0, node, column, plan.demand.each.row[column], int(room_NR[node, column]))
+    return made(question, plan, "size", 0, node, column, plan.demand.each.row[column], int(room_NR[node, column]))
 
 
 def _role_short(question: Question, plan: RolePlan, room_NR: Ints, level: int) -> Misfit | None:
@@ -66,7 +66,7 @@ def _role_short(question: Question, plan: RolePlan, room_NR: Ints, level: int) -
             column = _column(plan.demand, room_NR[layer.starts_P[part] : layer.stops_P[part]])
             each = plan.demand.each.row[column]
             fits = max(0, int(members_P[part]))
-            found = _made(question, plan, constraint, level, part, column, plan.count * each, fits * each)
+            found = made(question, plan, constraint, level, part, column, plan.count * each, fits * each)
             fragmented = _sum_of(room_NR, layer.starts_P[part], layer.stops_P[part], column) >= found.needed
             return replace(found, fragmented=fragmented)
     return None
@@ -94,7 +94,7 @@ def _sum_short(question: Question, room_NR: Ints, level: int) -> Misfit | None:
     if worst_P[part] <= 0:
         return None
     column = int(lack_PR[part].argmax())
-    return _made(question, None, "sum", level, part, column, int(need[column]), int(sums_PR[part, column]))
+    return made(question, None, "sum", level, part, column, int(need[column]), int(sums_PR[part, column]))
 
 
 def _shape_short(question: Question, room_NR: Ints, level: int) -> Misfit:
@@ -106,14 +106,15 @@ def _shape_short(question: Question, room_NR: Ints, level: int) -> Misfit:
     column = _column(plan.demand, room_NR[layer.starts_P[part] : layer.stops_P[part]])
     each = plan.demand.each.row[column]
     # At least one member stays outside; how many more depends on which role goes first.
-    found = _made(question, plan, "shape", level, part, column, plan.count * each, (plan.count - 1) * each)
+    found = made(question, plan, "shape", level, part, column, plan.count * each, (plan.count - 1) * each)
     return replace(found, fragmented=True)
 
 
-def _made(
+def made(
     question: Question, plan: RolePlan | None, constraint: Constraint, level: int, part: int, column: int, needed: int,
     available: int,
 ) -> Misfit:  # fmt: skip
+    """A misfit about one part of the tree."""
     topology, layer = question.topology, question.tree.layers[level]
     first, last = int(layer.starts_P[part]), int(layer.stops_P[part])
     domain = int(layer.domain_P[part])

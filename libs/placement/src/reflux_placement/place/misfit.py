@@ -60,6 +60,9 @@ class Misfit:
     asked_count: int = 0
     """On the empty cluster the gang would fit with `fitting_count` instead of `asked_count` of `fitting_role`."""
 
+    note: str = ""
+    """The demand that members which stay break already; nothing is missing then."""
+
     @property
     def missing(self) -> int:
         """Amount that would have to become free."""
@@ -70,6 +73,8 @@ class Misfit:
         """For people: who needs what where, what is there, and who holds the rest."""
         if self.constraint == "nodes":
             return "no node takes new work"
+        if self.note:
+            return f"members that stay where they are do not allow it: {self.note}"
         who = f"one {self.role}" if self.constraint == "size" else self.role or "the gang"
         text = f"{who} needs {amount(self.resource, self.needed)}{self._manner()}, "
         if self.ever:

@@ -5,7 +5,7 @@ leave a dependent role without room, the role that it follows gets less of that 
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -13,8 +13,8 @@ from reflux_placement.gang import GangDemand, Relation
 from reflux_placement.place.capacity import copies_per_node, shape_of
 from reflux_placement.place.check import constraint_broken
 from reflux_placement.place.cost import DEFAULT_WEIGHTS, Prices, Weights, cost_of_nodes, flows_of, peers, prices_of
-from reflux_placement.place.fill import Slice
-from reflux_placement.place.role import RolePlan, fill_wants, keys_for, place_role, plan_of
+from reflux_placement.place.fill import Slice, keys_of
+from reflux_placement.place.role import RolePlan, fill_wants, place_alone, place_role, plan_of
 from reflux_placement.place.tree import Tree, tree_of
 from reflux_placement.topology import Ints, Topology
 
@@ -101,6 +101,17 @@ def _order(plans: list[RolePlan], relations: tuple[Relation, ...]) -> tuple[Role
     return tuple(ordered)
 
 
+def pull_of(question: Question, role: str, nodes: Mapping[str, Ints]) -> Ints:
+    """How much traffic a member of a role would have with the members placed on every node, 0 .. 1000 [N]."""
+    weight_N = np.zeros(question.topology.num_nodes)
+    for other, ranks in nodes.items():
+        rate = question.bytes_by_pair.get((role, other), 0.0)
+        if rate and len(ranks):
+            np.add.at(weight_N, ranks, rate / len(ranks))
+    top = float(weight_N.max(initial=0.0))
+    return np.round(weight_N / top * 1000).astype(np.int64) if top else np.zeros(len(weight_N), dtype=np.int64)
+
+
 class Packer:
     """Packs one question into one slice."""
 
@@ -140,13 +151,17 @@ class Packer:
 
     def _options(self, plan: RolePlan, left_NR: Ints, nodes: dict[str, Ints]) -> list[Ints]:
         copies_N = copies_per_node(left_NR, plan.demand.each)
-        copies_N = self._limited(plan, copies_N)
+        limit = self._limits.get(plan.demand.role)
+        if limit is not None:
+            plan = replace(plan, shape=replace(plan.shape, limit=limit))
         prefers = [None, *self._affinity(plan, nodes)]
         wanted = self._wanted(plan, nodes)
         found: list[Ints] = []
         for prefer_N in prefers:
-            keys = keys_for(self._view, plan, left_NR, prefer_N)
-            if wanted is None:
+            keys = keys_of(self._view, np.maximum(left_NR[:, 0], 0), prefer_N)
+            if wanted is None and prefer_N is None:
+                count_N = place_alone(self._view, plan, left_NR)
+            elif wanted is None:
                 count_N = place_role(self._view, plan, copies_N, keys)
             else:
                 count_N = fill_wants(self._view, plan, copies_N, keys, *wanted)
@@ -158,14 +173,8 @@ class Packer:
         return found
 
     def _affinity(self, plan: RolePlan, nodes: dict[str, Ints]) -> list[Ints]:
-        """Per node of the slice, how much traffic a member of the role would have with the members there."""
-        weight_N = np.zeros(self._view.last - self._view.first)
-        for role, ranks in nodes.items():
-            rate = self._question.bytes_by_pair.get((plan.demand.role, role), 0.0)
-            if rate:
-                np.add.at(weight_N, ranks - self._view.first, rate / len(ranks))
-        top = float(weight_N.max(initial=0.0))
-        return [np.round(weight_N / top * 1000).astype(np.int64)] if top else []
+        pull_N = pull_of(self._question, plan.demand.role, nodes)[self._view.first : self._view.last]
+        return [pull_N] if pull_N.any() else []
 
     def _wanted(self, plan: RolePlan, nodes: dict[str, Ints]) -> tuple[int, Ints] | None:
         """The tightest level of the role's hard relations, and the members that its peers call for in every part."""
@@ -185,20 +194,6 @@ class Packer:
         found = [r for r in found if topology.tightness(r.level) < self._view.top]
         return min(found, key=lambda each: topology.tightness(each.level), default=None)
 
-    def _limited(self, plan: RolePlan, copies_N: Ints) -> Ints:
-        """Copies per node, cut so that no part holds more than a limit found by earlier attempts."""
-        limit = self._limits.get(plan.demand.role)
-        if limit is None:
-            return copies_N
-        level, limit_P = limit
-        starts_P = self._question.tree.layers[level].starts_P
-        low, high = self._view.bounds(level)
-        begin_P = starts_P[low:high] - self._view.first
-        before_N = np.cumsum(copies_N) - copies_N
-        size_P = np.diff(np.append(begin_P, len(copies_N)))
-        before_N = before_N - np.repeat(before_N[begin_P], size_P)
-        return np.clip(np.repeat(limit_P, size_P) - before_N, 0, copies_N)
-
     def _tighten(self, plan: RolePlan, copies_N: Ints, level: int, want_P: Ints, nodes: dict[str, Ints]) -> None:
         """Lowers how many members of the role that it follows may lie in the domains where this one does not fit."""
         starts_P = self._question.tree.layers[level].starts_P[slice(*self._view.bounds(level))] - self._view.first
@@ -215,10 +210,12 @@ class Packer:
         # A member of the near role that leaves makes room too: half of the shortfall at once, and at least one step.
         cut_P = np.maximum(deficit_P * near.count // (2 * plan.count), step)
         old = self._limits.get(relation.near)
-        limit_P = old[1] if old is not None and old[0] == level else np.full(high - low, near.count)
-        lowered_P = np.where(short_P, np.minimum(limit_P, np.maximum(near_P - cut_P, 0)), limit_P)
-        self._limits[relation.near] = (level, lowered_P)
-        self._tightened = bool((lowered_P < limit_P).any())
+        layer = self._question.tree.layers[level]
+        limit_P = old[1].copy() if old is not None and old[0] == level else np.full(layer.num_parts, near.count)
+        lowered_P = np.where(short_P, np.minimum(limit_P[low:high], np.maximum(near_P - cut_P, 0)), limit_P[low:high])
+        self._tightened = bool((lowered_P < limit_P[low:high]).any())
+        limit_P[low:high] = lowered_P
+        self._limits[relation.near] = (level, limit_P)
 
     def _cheapest(self, plan: RolePlan, options: list[Ints], nodes: dict[str, Ints]) -> Ints:
         """The option with the lowest cost of all roles placed so far."""

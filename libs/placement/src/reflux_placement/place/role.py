@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from reflux_placement.gang import RoleDemand
-from reflux_placement.place.capacity import Capacity, Shape, capacity_of
+from reflux_placement.place.capacity import Capacity, Shape, capacity_of, copies_per_node
 from reflux_placement.place.fill import Keys, Slice, descend, keys_of, spread_evenly
 from reflux_placement.topology import Ints, Topology
 
@@ -23,6 +23,9 @@ class RolePlan:
     preferred: int
     """Level to try first."""
 
+    lowest: int = 0
+    """Tightest level whose domain may hold the whole role."""
+
     spread: int = -1
     """Level over whose parts it is spread as evenly as possible; -1 for none."""
 
@@ -34,14 +37,13 @@ class RolePlan:
         """The plan when the role is the whole gang: the gang's levels count as its own."""
         required = min(required, self.shape.required)
         preferred = self.preferred
+        lowest = min(self.lowest, required)
+        if self.spread >= 0 and gang_preferred and not self.demand.preferred_level:
+            preferred = lowest = min(required, max(self.spread + 1, topology.tightness(gang_preferred)))
         if gang_preferred and not self.demand.preferred_level:
             preferred = max(preferred, topology.tightness(gang_preferred))
-        return replace(self, shape=replace(self.shape, required=required), preferred=min(preferred, required))
-
-    @property
-    def lowest_root(self) -> int:
-        """The tightest level whose domain may hold the whole role: above the one that it is spread over."""
-        return min(self.spread + 1, self.shape.required)
+        shape = replace(self.shape, required=required)
+        return replace(self, shape=shape, preferred=min(preferred, required), lowest=lowest)
 
 
 def plan_of(topology: Topology, demand: RoleDemand, shape: Shape, count: int) -> RolePlan:
@@ -49,9 +51,12 @@ def plan_of(topology: Topology, demand: RoleDemand, shape: Shape, count: int) ->
     spread = topology.tightness(demand.spread_level) if demand.spread_level and not demand.max_per_domain else -1
     preferred = topology.tightness(demand.preferred_level) if demand.preferred_level else 0
     preferred = min(preferred, shape.required)
+    lowest = 0
     if spread >= 0:
-        preferred = max(preferred, min(spread + 1, shape.required))
-    return RolePlan(demand=demand, count=count, shape=shape, preferred=preferred, spread=spread)
+        # As many domains as possible, so all of the widest root that it may have, unless a tighter one is preferred.
+        lowest = preferred if demand.preferred_level else shape.required
+        lowest = preferred = min(max(lowest, spread + 1), shape.required)
+    return RolePlan(demand=demand, count=count, shape=shape, preferred=preferred, lowest=lowest, spread=spread)
 
 
 def capacity_in(view: Slice, plan: RolePlan, copies_N: Ints) -> Capacity:
@@ -64,7 +69,7 @@ def holds_all(view: Slice, plan: RolePlan, capacity: Capacity, level: int) -> In
     layer = view.tree.layers[level]
     low, high = view.bounds(level)
     fits = (capacity.units[level] >= plan.want(level)) & layer.real_P[low:high]
-    for upper in plan.shape.special_levels:
+    for upper in plan.shape.checked_levels:
         if level < upper <= view.top:
             above = view.tree.layers[upper].part_N[layer.starts_P[low:high]] - view.bounds(upper)[0]
             fits &= capacity.units[upper][above] >= plan.want(upper)
@@ -90,10 +95,17 @@ def _tightest(view: Slice, plan: RolePlan, capacity: Capacity, keys: Keys, level
     found = holds_all(view, plan, capacity, level)
     if not len(found):
         return None
-    by = [found, keys.free[level][found], capacity.units[level][found]]
-    if keys.prefer is not None:
-        by.append(keys.prefer[level][found])
-    return int(found[np.lexsort(by)[0]])
+    least = [*([keys.prefer[level]] if keys.prefer is not None else []), capacity.units[level], keys.free[level]]
+    for values_P in least:
+        values = values_P[found]
+        found = found[values == values.min()]
+    first_P = view.tree.layers[level].starts_P[found + view.bounds(level)[0]]
+    for upper in range(level + 1, view.top):
+        # Equal parts differ in what they would break: the one in the fullest rack, then in the fullest block.
+        above = view.tree.layers[upper].part_N[first_P] - view.bounds(upper)[0]
+        values = keys.free[upper][above]
+        found, first_P = found[values == values.min()], first_P[values == values.min()]
+    return int(found[0])
 
 
 def fill_part(view: Slice, plan: RolePlan, capacity: Capacity, keys: Keys, level: int, part: int) -> Ints:
@@ -101,10 +113,10 @@ def fill_part(view: Slice, plan: RolePlan, capacity: Capacity, keys: Keys, level
     inner, cut = _inner(view, level, part)
     capacity = replace(capacity, units=_cut(capacity.units, cut))
     keys = Keys(_cut(keys.free, cut), None if keys.prefer is None else _cut(keys.prefer, cut))
-    for lower in range(plan.lowest_root, level if plan.preferred > plan.lowest_root else 0):
+    for lower in range(plan.lowest, level if plan.preferred > plan.lowest else 0):
         tighter = _tightest(inner, plan, capacity, keys, lower)
         if tighter is not None:
-            own = replace(plan, preferred=plan.lowest_root)
+            own = replace(plan, preferred=plan.lowest)
             count_N = np.zeros(view.last - view.first, dtype=np.int64)
             count_N[cut[0]] = fill_part(inner, own, capacity, keys, lower, tighter)
             return count_N
@@ -151,17 +163,13 @@ def _cut(arrays: tuple[Ints, ...], cut: list[slice]) -> tuple[Ints, ...]:
     return tuple(array[where] for array, where in zip(arrays, cut, strict=False))
 
 
-def keys_for(view: Slice, plan: RolePlan, free_NR: Ints, prefer_N: Ints | None = None) -> Keys:
-    """The order among parts for a role. One that needs no GPU goes to nodes without free ones first."""
+def place_alone(view: Slice, plan: RolePlan, free_NR: Ints) -> Ints | None:
+    """`place_role` by the room of the slice's nodes. A role that needs no GPU tries nodes without free ones first."""
+    copies_N = copies_per_node(free_NR, plan.demand.each)
     free_gpus_N = np.maximum(free_NR[:, 0], 0)
-    if prefer_N is None and not plan.demand.each.gpus and free_gpus_N.any():
-        return Keys(keys_of(view, free_gpus_N).free, _has_none(view, free_gpus_N))
-    return keys_of(view, free_gpus_N, prefer_N)
-
-
-def _has_none(view: Slice, free_gpus_N: Ints) -> tuple[Ints, ...]:
-    """0 for parts without a free GPU, 1 for the others, per level."""
-    some = [(free_gpus_N > 0).astype(np.int64)]
-    for level in range(1, view.top + 1):
-        some.append(np.maximum.reduceat(some[-1], view.child_starts(level)))
-    return tuple(some)
+    keys = keys_of(view, free_gpus_N)
+    if not plan.demand.each.gpus and free_gpus_N.any():
+        count_N = place_role(view, plan, np.where(free_gpus_N > 0, 0, copies_N), keys)
+        if count_N is not None:
+            return count_N
+    return place_role(view, plan, copies_N, keys)

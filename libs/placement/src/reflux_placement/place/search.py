@@ -13,7 +13,7 @@ from reflux_placement.place.exhaust import Budget, Exhaustive
 from reflux_placement.place.fill import Slice
 from reflux_placement.place.misfit import Misfit
 from reflux_placement.place.pack import Packer, Question, prepare
-from reflux_placement.place.role import capacity_in, holds_all, keys_for, place_role
+from reflux_placement.place.role import capacity_in, holds_all, place_alone
 from reflux_placement.place.tree import Tree
 from reflux_placement.room import Room
 from reflux_placement.topology import CLUSTER, Ints, Topology
@@ -178,8 +178,7 @@ def _single(question: Question, view: Slice, free_NR: Ints, required: int) -> No
     """One role: sums over domains are all that matters, so the answer is exact."""
     plan = question.plans[0]
     plan = plan.inside(required, question.gang.preferred_level, question.topology)
-    copies_N = copies_per_node(free_NR, plan.demand.each)
-    count_N = place_role(view, plan, copies_N, keys_for(view, plan, free_NR))
+    count_N = place_alone(view, plan, free_NR)
     if count_N is None:
         return None
     used = np.flatnonzero(count_N)
