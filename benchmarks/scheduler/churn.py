@@ -3,7 +3,7 @@
 Uniform random load is meaningless here: at 85 % it leaves no rack with 16 free nodes. This load (M1) starts from an
 empty cluster of 175 blocks x 8 racks x 18 nodes x 4 GPUs; a random running gang departs, and gangs of a mix arrive
 until the level is reached again; one that does not fit is skipped. Gangs of up to a rack must lie in one rack, larger
-ones are segments of 16 (of 18 where only 18 divides) with the remainder in one rack.
+ones are segments of 16 (of 18 where only 18 divides). With `soft` the small gangs only prefer one rack.
 """
 
 import time
@@ -45,7 +45,9 @@ class Snapshot:
 class Churn:
     """A running load. `place_seconds` has the time of every `find_place` so far."""
 
-    def __init__(self, topology: Topology, level: float, *, seed: int = 0, down_share: float = 0.0) -> None:
+    def __init__(
+        self, topology: Topology, level: float, *, seed: int = 0, down_share: float = 0.0, soft: bool = False
+    ) -> None:
         self.topology, self.level = topology, level
         self.room = Room(topology)
         self.place_seconds: list[float] = []
@@ -53,7 +55,7 @@ class Churn:
         self._rng = np.random.default_rng(seed)
         self._share = np.array(MIX_SHARE) / sum(MIX_SHARE)
         self._jobs: list[tuple[str, int]] = []
-        self._gangs = {nodes: gang_of(nodes) for nodes in MIX_NODES}
+        self._gangs = {nodes: gang_of(nodes, soft=soft) for nodes in MIX_NODES}
         down = self._rng.choice(topology.num_nodes, int(topology.num_nodes * down_share), replace=False)
         self.room.open_N[down] = False
         self.held_nodes = len(down)
@@ -122,8 +124,11 @@ def cluster() -> Topology:
     )
 
 
-def gang_of(nodes: int) -> GangDemand:
-    """A gang of whole nodes: one rack if it can be, else segments of 16 or 18 nodes, one rack each."""
+def gang_of(nodes: int, *, soft: bool = False) -> GangDemand:
+    """A gang of whole nodes: one rack if it can be (`soft`: preferably), else segments of 16 or 18 nodes, one rack
+    each."""
+    if nodes <= NODES_PER_RACK and soft:
+        return GangDemand(roles=(RoleDemand(role="worker", count=nodes, each=MEMBER, preferred_level="rack"),))
     if nodes <= NODES_PER_RACK:
         return GangDemand(roles=(RoleDemand(role="worker", count=nodes, each=MEMBER, required_level="rack"),))
     segment = 18 if nodes % 18 == 0 and nodes % 16 else 16

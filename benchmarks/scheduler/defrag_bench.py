@@ -1,0 +1,157 @@
+"""`defrag_plan_found`: at 90 % load the gang of 4,608 GPUs cannot be placed; is there a plan of migration or a proof?
+
+Two loads of the churn generator on 100,800 GPUs: gangs of up to a rack are bound to one rack, or only prefer one. For
+every snapshot in which the gang does not fit, `defrag.plan` answers. A plan counts when it was executed here move by
+move (every state recounted, every constraint of every moved job checked, the gang placed at the end), a proof when its
+counting argument was recounted here from the holdings. All jobs may move, which is the hardest case for a proof.
+
+The last line is JSON: `defrag_plan_found` is the share of snapshots decided, bar 1.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections import Counter
+from dataclasses import dataclass
+
+import numpy as np
+from churn import BIG_GANG, Churn, cluster, live_jobs
+
+from reflux_placement.gang import Assignment
+from reflux_placement.place.check import broken
+from reflux_placement.place.search import find_place
+from reflux_placement.policy.defrag import Plan, plan
+from reflux_placement.policy.defrag_bound import Proof
+from reflux_placement.room import Room
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One snapshot: what came out, whether it was verified here, seconds of `plan`, nodes that change hands."""
+
+    kind: str
+    verified: bool
+    seconds: float
+    moved_nodes: int
+    moved_jobs: int
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--snapshots", type=int, default=10, help="per load")
+    parser.add_argument("--levels", type=float, nargs="+", default=[0.90], help="loads, as a share of the nodes")
+    parser.add_argument("--warm-up", type=int, default=6000, help="departures before the first snapshot")
+    options = parser.parse_args()
+    outcomes: list[Outcome] = []
+    for level in options.levels:
+        for soft in (False, True):
+            begin = time.perf_counter()
+            found = list(_outcomes(level, soft, options.snapshots, options.warm_up))
+            _report(f"{level:.0%}, racks {'preferred' if soft else 'required'}", found, time.perf_counter() - begin)
+            outcomes += found
+    plans = [outcome for outcome in outcomes if outcome.kind == "Plan"]
+    figures = {
+        "defrag_plan_found": round(float(np.mean([outcome.verified for outcome in outcomes])), 4) if outcomes else 0.0,
+        "defrag_plans": len(plans),
+        "defrag_proofs": sum(outcome.kind == "Proof" for outcome in outcomes),
+        "defrag_plan_s_max": round(max((outcome.seconds for outcome in outcomes), default=0.0), 2),
+        "defrag_moved_nodes_mean": round(float(np.mean([p.moved_nodes for p in plans])), 1) if plans else 0.0,
+    }
+    print(json.dumps(figures))
+    return 0
+
+
+def _outcomes(level: float, soft: bool, snapshots: int, warm_up: int) -> list[Outcome]:
+    """Every snapshot in which the gang does not fit."""
+    outcomes = []
+    for snapshot in Churn(cluster(), level, soft=soft).snapshots(snapshots, warm_up=warm_up):
+        if isinstance(find_place(snapshot.room, BIG_GANG), Assignment):
+            continue
+        live = live_jobs(snapshot.room)
+        begin = time.perf_counter()
+        found = plan(snapshot.room, live, BIG_GANG)
+        seconds = time.perf_counter() - begin
+        if isinstance(found, Plan):
+            jobs = len({job for job, _ in found.moves})
+            verified = plan_holds(snapshot.room, found)
+            outcomes.append(Outcome("Plan", verified, seconds, found.moved_members, jobs))
+        else:
+            verified = isinstance(found, Proof) and proof_holds(snapshot.room, found)
+            outcomes.append(Outcome(type(found).__name__, verified, seconds, 0, 0))
+        if len(outcomes) == 1:
+            print(f"  first answer: {found.sentence}", flush=True)
+    return outcomes
+
+
+def plan_holds(room: Room, found: Plan) -> bool:
+    """Executes the moves in order on a copy; every state is recounted from all holdings."""
+    after = room.copy()
+    for job, assignment in found.moves:
+        demand, before = after.holdings[job].demand, after.holdings[job].assignment
+        counts = {role: len(ranks) for role, ranks in before.nodes.items()}
+        after.release(job)
+        if broken(room.topology, after.usable_NR(), demand, assignment, counts) is not None:
+            return False
+        after.take(job, demand, assignment)
+        if (recounted_free(after) != after.free_NR).any() or after.free_NR.min() < 0:
+            return False
+    return broken(room.topology, after.usable_NR(), BIG_GANG, found.assignment) is None
+
+
+def recounted_free(room: Room) -> np.ndarray:
+    """Free amounts per node from the holdings alone."""
+    free_NR = room.topology.capacity_NR.copy()
+    for holding in room.holdings.values():
+        for demand in holding.demand.roles:
+            np.subtract.at(free_NR, holding.assignment.nodes[demand.role], np.array(demand.each.row))
+    return free_NR
+
+
+def proof_holds(room: Room, proof: Proof) -> bool:
+    """Recounts the packing argument for a load in which every job may move: sizes of rack-bound pieces, what a rack can
+    hold at most by weight (tried over all counts of sizes), and the sums."""
+    weight = {piece.size: piece.weight for piece in proof.pieces} | {proof.slot_size: proof.slot_weight}
+    pieces: Counter[int] = Counter()
+    for holding in room.holdings.values():
+        for demand in holding.demand.roles:
+            members = len(holding.assignment.nodes[demand.role])
+            size = demand.segment_size or (members if demand.required_level == "rack" else 1)
+            pieces[size * demand.each.gpus] += members // size
+    if pieces != Counter({piece.size: piece.count for piece in proof.pieces if piece.count}):
+        return False
+    racks = [rack.stop - rack.start for rack in room.topology.domains("rack")]
+    gpus = {size: int(room.topology.capacity_NR[:size, 0].sum()) for size in set(racks)}
+    most = {size: heaviest(gpus[size], sorted(weight), weight) for size in set(racks)}
+    hold = sum(most[size] for size in racks)
+    load = sum(weight[size] * count for size, count in pieces.items())
+    return proof.at_most < proof.slot.needed and load + proof.slot_weight * proof.slot.needed > hold
+
+
+def heaviest(capacity: int, sizes: list[int], weight: dict[int, int]) -> int:
+    """The largest weight of pieces that fit in a capacity, one size after another."""
+    if not sizes:
+        return 0
+    size, rest = sizes[-1], sizes[:-1]
+    return max(
+        count * weight[size] + heaviest(capacity - count * size, rest, weight) for count in range(capacity // size + 1)
+    )
+
+
+def _report(title: str, outcomes: list[Outcome], wall: float) -> None:
+    kinds = Counter(outcome.kind for outcome in outcomes)
+    seconds = [outcome.seconds for outcome in outcomes] or [0.0]
+    moved = [outcome.moved_nodes for outcome in outcomes if outcome.kind == "Plan"]
+    nodes = f", nodes moved {min(moved)} / {np.mean(moved):.0f} / {max(moved)} (min / mean / max)" if moved else ""
+    jobs = [outcome.moved_jobs for outcome in outcomes if outcome.kind == "Plan"]
+    nodes += f", jobs {np.mean(jobs):.0f}" if jobs else ""
+    verified = sum(outcome.verified for outcome in outcomes)
+    print(
+        f"{title}: {len(outcomes)} snapshots without room, {dict(kinds)}, verified {verified}{nodes}, "
+        f"plan {np.median(seconds):.2f} s (max {max(seconds):.2f}), wall {wall:.0f} s",
+        flush=True,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
