@@ -15,10 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from reflux_placement.gang import Assignment, GangDemand, RoleDemand
-from reflux_placement.place.extend import extend
-from reflux_placement.place.misfit import Misfit
 from reflux_placement.place.search import find_place
-from reflux_placement.policy.spares import current_counts, kept_members
+from reflux_placement.policy.members import resized, size_changes
 from reflux_placement.policy.view import Ask, Live, Resize
 from reflux_placement.room import Holding, Room
 from reflux_placement.topology import Ints, Resources
@@ -96,7 +94,7 @@ def grow(
         if not goals:
             break
     room.open_N = before_N
-    return [Resize(job, assignment, _why(old[job], assignment)) for job, assignment in grown.items()]
+    return [Resize(job, assignment, size_changes(old[job], assignment)) for job, assignment in grown.items()]
 
 
 @dataclass(slots=True)
@@ -168,7 +166,7 @@ def _grow_role(room: Room, goal: _Goal) -> Assignment | None:
     low, high = 0, (goal.count - have) // goal.unit
     middle = high
     while low < high:
-        found = _resized(room, holding, {goal.demand.role: have + middle * goal.unit})
+        found = resized(room, holding, {goal.demand.role: have + middle * goal.unit})
         if isinstance(found, Assignment):
             best, low = found, middle
         else:
@@ -197,17 +195,18 @@ def shrink_for(
     """
     allowed = may_shrink or (lambda other: other.ask.priority <= ask.priority)
     steps = _steps(room, live, allowed)
-    if not steps or _fits_after(room, ask, dict(steps)) is None:
+    trial = _ShrinkTrial(room, ask)
+    if not steps or trial.fits_after(dict(steps)) is None:
         return None
     low, high = 0, len(steps)
     while low < high:
         middle = (low + high) // 2
-        if _fits_after(room, ask, dict(steps[:middle])) is None:
+        if trial.fits_after(dict(steps[:middle])) is None:
             low = middle + 1
         else:
             high = middle
-    sizes = _pruned(room, ask, dict(steps[:high]))
-    fitting = _fits_after(room, ask, sizes)
+    sizes = _pruned(trial, dict(steps[:high]))
+    fitting = trial.fits_after(sizes)
     if fitting is None or not sizes:
         return None
     after, assignment = fitting
@@ -216,7 +215,7 @@ def shrink_for(
         before, new = room.holdings[job], after.holdings[job].assignment
         room.release(job)
         room.take(job, before.demand, new, keep=before)
-        resizes.append(Resize(job, new, f"{_why(before.assignment, new)} to make room for {ask.job}"))
+        resizes.append(Resize(job, new, f"{size_changes(before.assignment, new)} to make room for {ask.job}"))
     return Shrink(resizes=tuple(resizes), assignment=assignment)
 
 
@@ -248,26 +247,38 @@ def _floor(gang: GangDemand, demand: RoleDemand) -> int:
     return (demand.segment_size or 1) if may_be_empty and demand.role == first else demand.least
 
 
-def _fits_after(room: Room, ask: Ask, sizes: Sizes) -> tuple[Room, Assignment] | None:
-    """A copy of the room with the shrinks booked, and where the ask fits in it. Jobs whose constraints forbid the
-    smaller size (a peer would change its domain) keep theirs."""
-    after = room.copy()
-    wanted: dict[str, dict[str, int]] = {}
-    for (job, role), size in sizes.items():
-        wanted.setdefault(job, {})[role] = size
-    for job, counts in wanted.items():
-        holding = after.holdings[job]
-        after.release(job)
-        smaller = _resized(after, holding, counts)
-        after.take(
-            job, holding.demand, smaller if isinstance(smaller, Assignment) else holding.assignment, keep=holding
-        )
-    found = find_place(after, ask.gang)
-    return (after, found) if isinstance(found, Assignment) else None
+class _ShrinkTrial:
+    """Answers whether the ask fits after given shrinks; who holds what smaller is worked out once per job and size."""
+
+    def __init__(self, room: Room, ask: Ask) -> None:
+        self.room, self.ask = room, ask
+        self._smaller: dict[tuple[str, tuple[tuple[str, int], ...]], Assignment] = {}
+
+    def fits_after(self, sizes: Sizes) -> tuple[Room, Assignment] | None:
+        """A copy of the room with the shrinks booked, and where the ask fits in it."""
+        after = self.room.copy()
+        wanted: dict[str, dict[str, int]] = {}
+        for (job, role), size in sizes.items():
+            wanted.setdefault(job, {})[role] = size
+        for job, counts in wanted.items():
+            holding = after.holdings[job]
+            after.release(job)
+            after.take(job, holding.demand, self._at_sizes(after, job, holding, counts), keep=holding)
+        found = find_place(after, self.ask.gang)
+        return (after, found) if isinstance(found, Assignment) else None
+
+    def _at_sizes(self, after: Room, job: str, holding: Holding, counts: Mapping[str, int]) -> Assignment:
+        """The job at its new sizes; as it is where its constraints forbid them (a peer would change its domain)."""
+        key = (job, tuple(sorted(counts.items())))
+        if key not in self._smaller:
+            found = resized(after, holding, counts)
+            self._smaller[key] = found if isinstance(found, Assignment) else holding.assignment
+        return self._smaller[key]
 
 
-def _pruned(room: Room, ask: Ask, sizes: Sizes) -> Sizes:
+def _pruned(trial: _ShrinkTrial, sizes: Sizes) -> Sizes:
     """Every size as large as it can be with the others fixed, the dearest first; jobs that need not shrink are out."""
+    room = trial.room
     for where in reversed(list(sizes)):
         job, role = where
         demand = room.holdings[job].demand.demand(role)
@@ -276,7 +287,7 @@ def _pruned(room: Room, ask: Ask, sizes: Sizes) -> Sizes:
         low, high = 0, (have - sizes[where]) // unit
         while low < high:
             middle = (low + high) // 2
-            if _fits_after(room, ask, sizes | {where: have - middle * unit}) is None:
+            if trial.fits_after(sizes | {where: have - middle * unit}) is None:
                 low = middle + 1
             else:
                 high = middle
@@ -286,22 +297,3 @@ def _pruned(room: Room, ask: Ask, sizes: Sizes) -> Sizes:
         for (job, role), size in sizes.items()
         if size < len(room.holdings[job].assignment.nodes.get(role, ()))
     }
-
-
-def _resized(room: Room, holding: Holding, sizes: Mapping[str, int]) -> Assignment | Misfit:
-    """The same gang with other sizes of some roles; members that stay keep rank and node. `room` does not hold it."""
-    counts = current_counts(holding) | dict(sizes)
-    kept = {
-        role: {rank: node for rank, node in ranks.items() if rank < counts[role]}
-        for role, ranks in kept_members(holding, ()).items()
-    }
-    return extend(room, holding.demand, kept, counts)
-
-
-def _why(before: Assignment, after: Assignment) -> str:
-    sizes = [
-        f"{role} {len(before.nodes.get(role, ()))} -> {len(ranks)}"
-        for role, ranks in after.nodes.items()
-        if len(ranks) != len(before.nodes.get(role, ()))
-    ]
-    return ", ".join(sizes)

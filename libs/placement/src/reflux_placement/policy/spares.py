@@ -17,11 +17,10 @@ import numpy as np
 from reflux_placement.gang import Assignment, GangDemand
 from reflux_placement.place.extend import extend
 from reflux_placement.place.misfit import Misfit
+from reflux_placement.policy.members import Kept, current_counts, kept_members
 from reflux_placement.policy.view import Live, NodeState, Replace, Requeue
 from reflux_placement.room import Holding, Room
 from reflux_placement.topology import NO_DOMAIN, NODE, Topology
-
-Kept = dict[str, dict[int, int]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,23 +222,6 @@ def _smaller(room: Room, holding: Holding, dead: frozenset[int], spares: frozens
             if isinstance(found, Assignment):
                 return found
     return None
-
-
-def kept_members(holding: Holding, lost: Collection[int]) -> Kept:
-    """Rank -> node of the members that do not sit on `lost` nodes, for every role (the form that `extend` takes)."""
-    return {
-        demand.role: {
-            rank: int(node)
-            for rank, node in enumerate(holding.assignment.nodes.get(demand.role, ()))
-            if int(node) not in lost
-        }
-        for demand in holding.demand.roles
-    }
-
-
-def current_counts(holding: Holding) -> dict[str, int]:
-    """Members of every role as held now (the form that `extend` takes)."""
-    return {demand.role: len(holding.assignment.nodes.get(demand.role, ())) for demand in holding.demand.roles}
 
 
 def _near(topology: Topology, lost: frozenset[int]) -> np.ndarray:
