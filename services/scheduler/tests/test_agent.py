@@ -10,7 +10,7 @@ import pytest
 from reflux_scheduler.agent.keeper import parents
 from reflux_scheduler.agent.members import MemberTable, tree_rss_bytes
 from reflux_scheduler.agent.orders import RoleOrder
-from reflux_scheduler.agent.supervisor import Household
+from reflux_scheduler.agent.supervisor import Household, devices_of
 
 HANG_SECONDS = 60
 
@@ -114,9 +114,38 @@ async def test_a_stop_during_the_pause_before_a_restart_starts_nothing(members):
 
 async def test_unwanted_members_are_stopped_and_forgotten(members):
     report = await members.start(order("import time; time.sleep(600)"))
-    await members.discard(["j/role/0", "j/role/7"])
+    await members.discard(members.named(["j/role/0", "j/role/7"]))
     assert members.reports() == []
     assert not Path(f"/proc/{report.pid}").exists()
+
+
+async def test_a_later_attempt_replaces_a_member_and_an_old_discard_does_not_touch_it(members):
+    first = await members.start(order("import time; time.sleep(600)", attempt=1))
+    unwanted = members.named(["j/role/0"])
+    second = await members.start(order("import time; time.sleep(600)", attempt=2))
+    assert not Path(f"/proc/{first.pid}").exists()
+    await members.discard(unwanted)
+    (report,) = members.reports()
+    assert (report.pid, report.state, report.attempt) == (second.pid, "running", 2)
+
+
+async def test_a_member_that_ended_by_itself_runs_again_in_a_later_attempt(members):
+    await members.start(order("pass", attempt=1))
+    assert (await ended(members)).state == "succeeded"
+    again = await members.start(order("import time; time.sleep(600)", attempt=2))
+    assert again.state == "running"
+
+
+def devices(environment: dict[str, str], inside: bool, **fields) -> list[str]:
+    return devices_of(order("pass", **fields), environment.get("CUDA_VISIBLE_DEVICES", ""), inside)
+
+
+def test_inside_an_allocation_the_kth_gpu_of_the_job_is_the_kth_visible_device():
+    held = {"gpu_indices": (5, 7), "node_gpu_indices": (4, 5, 7)}
+    assert devices({"CUDA_VISIBLE_DEVICES": "0,1,2"}, True, **held) == ["1", "2"]
+    assert devices({"CUDA_VISIBLE_DEVICES": "GPU-a,GPU-b,GPU-c"}, True, **held) == ["GPU-b", "GPU-c"]
+    assert devices({}, True, **held) == ["5", "7"]
+    assert devices({"CUDA_VISIBLE_DEVICES": "0,1,2"}, False, **held) == ["5", "7"]
 
 
 async def test_a_closed_table_starts_nothing(members):

@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 import uuid
+from pathlib import Path
 
 import pytest
 import redis
@@ -111,7 +112,7 @@ async def test_members_stop_when_the_scheduler_stays_away_longer_than_the_lease(
     assert "lease ended" in "".join(event.text for event in job.events if event.kind == "lost")
 
 
-async def test_a_job_on_a_node_that_stays_away_fails_and_names_it(own_stack, client):
+async def test_a_job_on_a_node_that_stays_away_waits_for_it_and_starts_again(own_stack, client):
     own_stack.start_scheduler(REFLUX_SCHEDULER_LEASE_SECONDS="1", REFLUX_SCHEDULER_LOST_MARGIN_SECONDS="0.5")
     own_stack.start_agent("n1")
     own_stack.start_agent("n2")
@@ -119,9 +120,25 @@ async def test_a_job_on_a_node_that_stays_away_fails_and_names_it(own_stack, cli
     job = await client.until_state(job.name, "RUNNING")
     pids = pids_of(job)
     own_stack.kill("n2")
-    job = await client.until_state(job.name, "FAILED")
-    assert "node n2 is lost" in job.message
+    job = await client.until_state(job.name, "PENDING")
+    assert "n2" in job.message
     await own_stack.gone(*pids.values())
+    own_stack.start_agent("n2")
+    job = await client.until_state(job.name, "RUNNING")
+    assert (job.attempt, job.requeues) == (2, 1)
+    assert not set(pids.values()) & set(pids_of(job).values())
+
+
+async def test_the_only_node_of_a_cluster_takes_its_jobs_along(own_stack, client):
+    topology = Path(own_stack.environment["REFLUX_SCHEDULER_TOPOLOGY"])
+    topology.write_text(topology.read_text().replace('["n1", "n2"]', '["n1"]'))
+    own_stack.start_scheduler(REFLUX_SCHEDULER_LEASE_SECONDS="1", REFLUX_SCHEDULER_LOST_MARGIN_SECONDS="0.5")
+    own_stack.start_agent("n1")
+    job = await client.create(client.role("engine", count=2, gpus=1, max_restarts=9))
+    job = await client.until_state(job.name, "RUNNING")
+    own_stack.kill("n1")
+    job = await client.until_state(job.name, "FAILED")
+    assert "node n1 is lost" in job.message
 
 
 async def test_a_second_agent_of_a_node_takes_it_over_and_the_first_leaves(stack, client):
@@ -160,7 +177,7 @@ async def test_a_bad_environment_is_one_line_and_status_2(stack, module, setting
 async def test_a_job_waits_for_an_agent_which_stops_its_members_when_it_leaves(own_stack, client):
     own_stack.start_scheduler()
     job = await client.create(client.role("engine", max_restarts=1))
-    await client.until(job.name, lambda job: "without a live agent: n1, n2" in job.message)
+    await client.until(job.name, lambda job: "2 node(s) are away: n1, n2" in job.message)
     own_stack.start_agent()
     job = await client.until_state(job.name, "RUNNING")
     own_stack.kill("n1", signal.SIGTERM)

@@ -138,7 +138,7 @@ def create(**fields) -> scheduler_service_pb2.CreateJobRequest:
     [
         ({"role": "Learner"}, "lower-case"),
         ({"role": "../x"}, "lower-case"),
-        ({"count": 0}, "at least one member"),
+        ({"count": 0}, "there is nothing to run"),
         ({"argv": []}, "name a program"),
         ({"resources": common_pb2.Resources(gpus=0.5)}, "whole GPUs"),
         ({"resources": common_pb2.Resources(cpus=float("nan"))}, "zero or more"),

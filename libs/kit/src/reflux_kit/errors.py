@@ -105,10 +105,19 @@ class PermissionDenied(ServiceError):
 
 def reason_of(error: grpc.aio.AioRpcError) -> str:
     """The ErrorInfo reason of a failed call, or "" when the peer sent none."""
+    return _info(error).reason
+
+
+def metadata_of(error: grpc.aio.AioRpcError) -> dict[str, str]:
+    """The ErrorInfo metadata of a failed call, for example where the leader is."""
+    return dict(_info(error).metadata)
+
+
+def _info(error: grpc.aio.AioRpcError) -> error_details_pb2.ErrorInfo:
+    info = error_details_pb2.ErrorInfo()
     for key, value in error.trailing_metadata() or ():
         if key == "grpc-status-details-bin" and isinstance(value, bytes):
-            info = error_details_pb2.ErrorInfo()
             details = status_pb2.Status.FromString(value).details
             if details and details[0].Unpack(info):
-                return info.reason
-    return ""
+                break
+    return info

@@ -1,37 +1,4 @@
-"""Errors of the policy; they know nothing of gRPC, the servicer translates them."""
-
-from pathlib import Path
-
-
-class TopologyFileError(ValueError):
-    """A topology file that cannot be used: names the file, the key and the value, and says what would work."""
-
-    def __init__(self, path: Path | str, key: str, value: object, problem: str) -> None:
-        super().__init__(f"{path}: {key} = {value!r}: {problem}")
-        self.path = str(path)
-        self.key = key
-        self.value = value
-        self.problem = problem
-
-
-class InvalidTopology(ValueError):
-    """A topology that breaks a rule of the tree, such as two nodes of one name."""
-
-    def __init__(self, key: str, value: object, problem: str) -> None:
-        super().__init__(f"{key} = {value!r}: {problem}")
-        self.key = key
-        self.value = value
-        self.problem = problem
-
-
-class InvalidJob(ValueError):
-    """A job that can be run nowhere because its description contradicts itself."""
-
-    def __init__(self, field: str, value: object, problem: str) -> None:
-        super().__init__(f"{field} = {value!r}: {problem}")
-        self.field = field
-        self.value = value
-        self.problem = problem
+"""Errors of the service's core; they know nothing of gRPC, the servicer translates them."""
 
 
 class UnknownJob(LookupError):
@@ -39,8 +6,28 @@ class UnknownJob(LookupError):
 
 
 class UnknownAgent(LookupError):
-    """No agent is registered for the node: it must register first."""
+    """No agent is registered for the node and grant: it must register first."""
 
 
 class SupersededAgent(RuntimeError):
     """Another agent has taken over the node."""
+
+
+class NotLeading(RuntimeError):
+    """Another scheduler leads, or none does yet: nothing was changed."""
+
+    def __init__(self, leader: str) -> None:
+        where = f"the leader is at {leader}" if leader else "no leader is known yet"
+        super().__init__(f"this scheduler does not lead; {where}")
+        self.leader = leader
+
+
+class ConfigurationError(ValueError):
+    """A file that cannot be used: names the file, the key and the value, and says what would work."""
+
+    def __init__(self, path: object, key: str, value: object, problem: str) -> None:
+        super().__init__(f"{path}: {key} = {value!r}: {problem}")
+        self.path = str(path)
+        self.key = key
+        self.value = value
+        self.problem = problem

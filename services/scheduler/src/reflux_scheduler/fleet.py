@@ -1,15 +1,21 @@
-"""Owns what is known of the agents: address, incarnation, when each was heard last, and its latest reports."""
+"""Owns what is known of the agents: address, incarnation, when each was heard last, and its latest reports.
+
+An agent serves one node, for every job (grant "") or for one grant only.
+"""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from reflux_scheduler.errors import SupersededAgent, UnknownAgent
-from reflux_scheduler.job import Report
+from reflux_scheduler.job import Heard, Report
+
+Post = tuple[str, str]
+"""Node and grant of an agent."""
 
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """The lease, in seconds."""
+    """The lease of an agent, in seconds."""
 
     lease_seconds: float = 60.0
     """An agent that hears nothing for this long stops its members."""
@@ -41,51 +47,76 @@ class Agent:
 
 
 class Fleet:
-    """Agents by node. Times come from a monotonic clock, in seconds."""
+    """Agents by post. Times come from a monotonic clock, in seconds."""
 
     def __init__(self, terms: Terms, started_at: float) -> None:
         self.terms = terms
         self._started_at = started_at
-        self._agents: dict[str, Agent] = {}
+        self._agents: dict[Post, Agent] = {}
+        self._fresh: set[Post] = set()
+        self._since: dict[Post, float] = {}
 
-    def register(self, node: str, address: str, incarnation: str, reports: Iterable[Report], now: float) -> None:
-        """A new agent, or the same one again; the latest owns the node."""
-        self._agents[node] = Agent(address, incarnation, now, {report.role_id: report for report in reports})
+    def register(self, post: Post, address: str, incarnation: str, reports: Iterable[Report], now: float) -> None:
+        """A new agent, or the same one again; the latest owns the post."""
+        self._agents[post] = Agent(address, incarnation, now, {report.role_id: report for report in reports})
+        self._fresh.add(post)
 
-    def heartbeat(self, node: str, incarnation: str, reports: Iterable[Report], now: float) -> None:
+    def heartbeat(self, post: Post, incarnation: str, reports: Iterable[Report], now: float) -> None:
         """Renews a lease.
 
         Raises:
-            UnknownAgent: nobody is registered for the node, it has to register first.
-            SupersededAgent: another agent serves the node now, this one has to leave.
+            UnknownAgent: nobody is registered for the post, it has to register first.
+            SupersededAgent: another agent serves the post now, this one has to leave.
         """
-        agent = self._agents.get(node)
+        agent = self._agents.get(post)
         if agent is None:
-            raise UnknownAgent(f"no agent is registered for node {node!r}")
+            raise UnknownAgent(f"no agent is registered for node {post[0]!r}, grant {post[1]!r}")
         if agent.incarnation != incarnation:
-            raise SupersededAgent(f"node {node!r} is served by the agent at {agent.address} now")
+            raise SupersededAgent(f"node {post[0]!r} is served by the agent at {agent.address} now")
         agent.heard_at = now
-        agent.reports = {report.role_id: report for report in reports}
+        latest = {report.role_id: report for report in reports}
+        if latest != agent.reports:
+            self._fresh.add(post)
+        agent.reports = latest
 
-    def agent(self, node: str) -> Agent | None:
-        """The agent of a node."""
-        return self._agents.get(node)
+    def agent(self, post: Post) -> Agent | None:
+        """The agent of a post."""
+        return self._agents.get(post)
 
-    def agents(self) -> Mapping[str, Agent]:
-        """All agents by node."""
+    def agents(self) -> Mapping[Post, Agent]:
+        """All agents."""
         return self._agents
 
-    def available(self, now: float) -> frozenset[str]:
-        """Nodes that new work may go to."""
-        return frozenset(
-            node for node, agent in self._agents.items() if now - agent.heard_at < self.terms.doubt_seconds
-        )
+    def fresh(self) -> dict[Post, Heard]:
+        """Posts with news since the last call; it forgets them."""
+        posts, self._fresh = self._fresh, set()
+        return {post: self.heard(post) for post in posts if post in self._agents}
 
-    def silent_seconds(self, node: str, now: float) -> float:
-        """How long nothing was heard from a node; counted from the start of the scheduler when it never spoke."""
-        agent = self._agents.get(node)
-        return now - (agent.heard_at if agent else self._started_at)
+    def heard(self, post: Post) -> Heard:
+        """The latest word of an agent that is registered."""
+        agent = self._agents[post]
+        return Heard(agent.incarnation, agent.reports)
 
-    def is_lost(self, node: str, now: float) -> bool:
-        """Whether the members of a node are gone for sure."""
-        return self.silent_seconds(node, now) >= self.terms.lost_seconds
+    def expect(self, post: Post, now: float) -> None:
+        """From now on the silence of this post counts, when nothing was heard of it yet."""
+        self._since.setdefault(post, now)
+
+    def forget(self, post: Post) -> None:
+        """Its grant is over."""
+        self._agents.pop(post, None)
+        self._since.pop(post, None)
+
+    def is_available(self, post: Post, now: float) -> bool:
+        """Whether new work may go there."""
+        agent = self._agents.get(post)
+        return agent is not None and now - agent.heard_at < self.terms.doubt_seconds
+
+    def silent_seconds(self, post: Post, now: float) -> float:
+        """How long nothing was heard from a post; of one that never spoke, since the start of the scheduler, or since
+        it was expected when that was later."""
+        agent = self._agents.get(post)
+        return now - (agent.heard_at if agent else max(self._started_at, self._since.get(post, 0.0)))
+
+    def is_lost(self, post: Post, now: float) -> bool:
+        """Whether the members of a post are gone for sure."""
+        return self.silent_seconds(post, now) >= self.terms.lost_seconds

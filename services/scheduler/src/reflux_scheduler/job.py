@@ -1,17 +1,19 @@
-"""The values of a job: what was asked, what is known of its members, what happened."""
+"""The values of a job: what was asked, where it is, what is known of its members, what happened."""
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-from reflux_scheduler.gang import GangDemand, Member, Placement, RoleDemand
-from reflux_scheduler.topology import Level, Resources
+from reflux_placement.gang import GangDemand, Relation, RoleDemand
+from reflux_placement.policy.view import DEFAULT_QUEUE
+from reflux_placement.topology import CLUSTER, Resources
 
 State = Literal["PENDING", "PLACED", "STARTING", "RUNNING", "SUCCEEDED", "FAILED", "CANCELLED"]
 FinalState = Literal["SUCCEEDED", "FAILED", "CANCELLED"]
 FINAL: tuple[str, ...] = get_args(FinalState)
 
-MemberState = Literal["waiting", "running", "restarting", "succeeded", "failed", "stopped"]
-DONE: tuple[str, ...] = ("succeeded", "failed", "stopped")
+MemberState = Literal["waiting", "running", "restarting", "succeeded", "failed", "stopped", "lost"]
+DONE: tuple[str, ...] = ("succeeded", "failed", "stopped", "lost")
 MAX_EVENTS = 50
 
 
@@ -25,9 +27,34 @@ class RoleTemplate:
     argv: tuple[str, ...]
     environment: tuple[tuple[str, str], ...] = ()
     max_restarts: int = 0
-    required_level: Level = "cluster"
+    required_level: str = CLUSTER
     serves: bool = False
     stop_grace_seconds: float = 10.0
+    min_count: int | None = None
+    max_count: int | None = None
+    preferred_level: str = ""
+    segment_size: int = 0
+    segment_level: str = "rack"
+    max_per_domain: int = 0
+    spread_level: str = ""
+    traffic: float = 0.0
+
+    def demand(self) -> RoleDemand:
+        """The part that placement looks at."""
+        return RoleDemand(
+            role=self.name,
+            count=self.count,
+            each=self.each,
+            min_count=self.min_count,
+            max_count=self.max_count,
+            required_level=self.required_level,
+            preferred_level=self.preferred_level,
+            segment_size=self.segment_size,
+            segment_level=self.segment_level,
+            max_per_domain=self.max_per_domain,
+            spread_level=self.spread_level,
+            traffic=self.traffic,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +63,25 @@ class JobSpec:
 
     display_name: str
     roles: tuple[RoleTemplate, ...]
-    required_level: Level = "cluster"
+    required_level: str = CLUSTER
+    preferred_level: str = ""
+    relations: tuple[Relation, ...] = ()
+    queue: str = DEFAULT_QUEUE
+    priority: int = 0
+    protected: bool = False
+    """Never preempted."""
+
+    expected_seconds: float = 0.0
+    min_run_seconds: float = 0.0
 
     def demand(self) -> GangDemand:
-        """The part that placement looks at. Raises InvalidJob when it contradicts itself."""
-        demands = tuple(RoleDemand(role.name, role.count, role.each, role.required_level) for role in self.roles)
-        return GangDemand(demands, self.required_level)
+        """The part that placement looks at. Raises InvalidGang when it contradicts itself."""
+        return GangDemand(
+            roles=tuple(role.demand() for role in self.roles),
+            required_level=self.required_level,
+            preferred_level=self.preferred_level,
+            relations=self.relations,
+        )
 
     def role(self, name: str) -> RoleTemplate:
         """The template of a role."""
@@ -49,12 +89,85 @@ class JobSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class MemberStatus:
-    """What is known of one member. `incarnation` names the agent process that runs it."""
+class RolePlaces:
+    """Where the members of one role are, by rank: kept as columns, because a gang has thousands of them."""
+
+    role: str
+    nodes: tuple[str, ...]
+    gpus: tuple[int, ...]
+    """Bit masks over the GPU indices of the node."""
+
+    parts: tuple[int, ...]
+    """Number of the grant that holds the member's room."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """The tightest domain that holds the whole gang, and its members (roles in the order asked)."""
+
+    level: str
+    domain: str
+    roles: tuple[RolePlaces, ...]
+
+    @property
+    def num_members(self) -> int:
+        """Members of all roles."""
+        return sum(len(places.nodes) for places in self.roles)
+
+    def seats(self) -> "Iterator[Seat]":
+        """Every member's place, ranks ascending."""
+        for places in self.roles:
+            columns = zip(places.nodes, places.gpus, places.parts, strict=True)
+            for rank, (node, gpus, part) in enumerate(columns):
+                yield Seat(places.role, rank, node, gpus, part)
+
+    def seat(self, role: str, rank: int) -> "Seat | None":
+        """The place of one member; None when the gang has no such rank (any more)."""
+        for places in self.roles:
+            if places.role == role and rank < len(places.nodes):
+                return Seat(role, rank, places.nodes[rank], places.gpus[rank], places.parts[rank])
+        return None
+
+    def nodes(self) -> frozenset[str]:
+        """All nodes with a member."""
+        return frozenset(node for places in self.roles for node in places.nodes)
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """The place of one member."""
 
     role: str
     rank: int
     node: str
+    gpus: int
+    part: int
+
+    @property
+    def label(self) -> str:
+        """How people call the member."""
+        return f"{self.role}/{self.rank}"
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Room that was asked of the cluster as one. Part 0 of an attempt is the gang, later ones grow or replace."""
+
+    number: int
+    state: Literal["waiting", "granted"] = "waiting"
+    native: str = ""
+    reason: str = ""
+    granted_at: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class MemberStatus:
+    """What is known of one member that was started or lost. `incarnation` names the agent process that runs it."""
+
+    role: str
+    rank: int
+    node: str
+    part: int = 0
     state: MemberState = "waiting"
     incarnation: str = ""
     revision: int = 0
@@ -91,6 +204,15 @@ class Report:
     message: str = ""
     revision: int = 0
     started_at: float = 0.0
+    attempt: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """The latest word of one agent: its incarnation, and its reports by role id."""
+
+    incarnation: str
+    reports: Mapping[str, Report]
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,9 +228,9 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How a job that still has members will end."""
+    """How a job that still has members will end: for good, or "PENDING", back in the queue."""
 
-    state: FinalState
+    state: FinalState | Literal["PENDING"]
     cause: str
 
 
@@ -122,11 +244,40 @@ class Job:
     created_at: float
     state: State = "PENDING"
     placement: Placement | None = None
-    members: tuple[MemberStatus, ...] = ()
+    members: Mapping[str, MemberStatus] = field(default_factory=dict)
+    """By label; a member that nothing is known of yet is missing and counts as waiting."""
+
+    parts: tuple[Part, ...] = ()
+    """Room that the cluster was asked for and that was not given back yet; empty where nodes have their own agents."""
+
+    next_part: int = 0
+    """Numbers of parts are never used twice."""
+
+    retiring: tuple[Seat, ...] = ()
+    """Places that were left by shrinking or moving and whose processes may still run."""
+
+    next_placement: Placement | None = None
+    """With an ending of "PENDING": where it goes at once (migration)."""
+
     message: str = ""
     ending: Ending | None = None
+    queued_at: float = 0.0
+    """Since when it waits: its creation, or its last way back into the queue."""
+
     placed_at: float = 0.0
+    started_at: float = 0.0
+    """When the members of the present attempt were told to start."""
+
+    running_at: float = 0.0
+    saved_at: float = 0.0
     ended_at: float = 0.0
+    attempt: int = 0
+    preemptions: int = 0
+    requeues: int = 0
+    slow_starts: int = 0
+    """Attempts in a row that did not start in time."""
+
+    preempted_by: str = ""
     sequence: int = 0
     events: tuple[Event, ...] = field(default=())
 
@@ -140,6 +291,20 @@ class Job:
         """Whether nothing will change any more."""
         return self.state in FINAL
 
-    def role_id(self, member: MemberStatus | Member) -> str:
+    @property
+    def num_members(self) -> int:
+        """Members that have a place."""
+        return self.placement.num_members if self.placement is not None else 0
+
+    def role_id(self, member: MemberStatus | Seat) -> str:
         """The id under which agents know a member."""
         return f"{self.id}/{member.role}/{member.rank}"
+
+    def grant_id(self, part: int) -> str:
+        """The grant whose agents run the members of a part; empty where nodes have their own agents."""
+        return f"{self.id}-{part}" if self.parts else ""
+
+    def status(self, seat: Seat) -> MemberStatus:
+        """What is known of a member."""
+        known = self.members.get(seat.label)
+        return known if known is not None else MemberStatus(seat.role, seat.rank, seat.node, seat.part)

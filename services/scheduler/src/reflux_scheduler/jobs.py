@@ -1,29 +1,49 @@
 """The life of a job as a pure state machine: every function takes a job and returns the next one.
 
-PENDING -> PLACED -> STARTING -> RUNNING -> SUCCEEDED | FAILED | CANCELLED. A job that has started ends in two steps:
-first `ending` says how and why, then its members are stopped; only when all are gone does it take its final state and
-give its resources back.
+PENDING -> PLACED -> STARTING -> RUNNING -> SUCCEEDED | FAILED | CANCELLED. A job that has a place ends in two steps:
+first `ending` says how and why, then its members are stopped and its grants given back; only when all are gone does it
+take its final state and give its room back. An ending of "PENDING" leads back into the queue (preemption, lost nodes,
+migration): the next attempt starts with nothing but its history.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from reflux_scheduler import restarts
-from reflux_scheduler.gang import Placement
-from reflux_scheduler.job import DONE, MAX_EVENTS, Ending, Event, FinalState, Job, MemberStatus, Report, State
+from reflux_scheduler.job import (
+    DONE,
+    MAX_EVENTS,
+    Ending,
+    Event,
+    FinalState,
+    Heard,
+    Job,
+    MemberStatus,
+    Placement,
+    Report,
+    Seat,
+    State,
+)
 
 
-def placed(job: Job, placement: Placement, now: float) -> Job:
-    """The job with its resources."""
-    members = tuple(MemberStatus(member.role, member.rank, member.node) for member in placement.members)
-    where = f"{len(members)} members in {placement.level} {'/'.join(placement.domain)}"
-    return _enter(replace(job, placement=placement, members=members, placed_at=now), "PLACED", where, now)
+def placed(job: Job, placement: Placement, now: float, why: str = "") -> Job:
+    """The job with its room; nothing was asked of the cluster yet."""
+    where = f"{placement.num_members} members in {placement.level} {placement.domain}"
+    members = {}
+    for seat in placement.seats() if job.members else ():
+        known = job.members.get(seat.label)
+        if known is not None:
+            members[seat.label] = replace(known, node=seat.node, part=seat.part)
+    job = replace(
+        job, placement=placement, members=members, next_placement=None, placed_at=now, attempt=job.attempt + 1
+    )
+    return _enter(job, "PLACED", f"{where}; {why}" if why else where, now)
 
 
 def starting(job: Job, now: float) -> Job:
     """From here on agents may have been told to start members."""
     assert job.state == "PLACED"
-    return _enter(job, "STARTING", f"starting {len(job.members)} members", now)
+    return _enter(replace(job, started_at=now), "STARTING", f"starting {job.num_members} members", now)
 
 
 def waiting(job: Job, message: str) -> Job:
@@ -32,75 +52,224 @@ def waiting(job: Job, message: str) -> Job:
 
 
 def end(job: Job, state: FinalState, cause: str, now: float) -> Job:
-    """Ends a job; at once when nothing was started, else through `ending`. The first cause stays."""
-    if job.final or job.ending is not None:
+    """Ends a job for good; at once when it holds nothing, else through `ending`.
+
+    The first cause stays, but an end beats a way back into the queue.
+    """
+    if job.final or (job.ending is not None and job.ending.state != "PENDING"):
         return job
-    if job.state in ("PENDING", "PLACED"):
+    if job.placement is None:
         return _finish(job, state, cause, now)
-    job = replace(job, ending=Ending(state, cause), message=f"stopping: {cause}")
-    return _settled(_note(job, "state", f"stopping, then {state}: {cause}", now), now)
+    job = replace(job, ending=Ending(state, cause), next_placement=None, message=f"stopping: {cause}")
+    return settled(note(job, "state", f"stopping, then {state}: {cause}", now), now)
 
 
-def observe(job: Job, node: str, incarnation: str, reports: Mapping[str, Report], now: float) -> Job:
-    """The job after what the agent of `node` said. Lost members become waiting again while their bound allows it.
+def requeue(job: Job, cause: str, now: float, *, preempted_by: str = "", then: Placement | None = None) -> Job:
+    """Stops a job that has a place and sends it back into the queue, or, with `then`, to its next place.
+
+    Args:
+        job: a job with a place; one that is ending already stays as it is.
+        cause: why, for people.
+        now: Unix time in seconds.
+        preempted_by: the job that gets its room, when that is the reason.
+        then: where it goes at once.
+    """
+    if job.final or job.ending is not None or job.placement is None:
+        return job
+    counts = {"preemptions": job.preemptions + 1} if preempted_by else {"requeues": job.requeues + 1}
+    kind = "preempted" if preempted_by else "migrated" if then is not None else "requeued"
+    job = replace(
+        job,
+        ending=Ending("PENDING", cause),
+        next_placement=then,
+        message=f"stopping: {cause}",
+        preempted_by=preempted_by or job.preempted_by,
+        **counts,
+    )
+    return settled(note(job, kind, cause, now), now)
+
+
+def observe(job: Job, agents: Mapping[tuple[str, str], Heard], now: float) -> Job:
+    """The job after what agents said, in one pass over its members. Lost members start anew within their bound.
 
     Args:
         job: the job before.
-        node: name of the node.
-        incarnation: the agent process; members that an earlier one ran are gone.
-        reports: by role id, all members of the agent.
+        agents: latest words by node and grant; members that an earlier incarnation ran are gone.
         now: Unix time in seconds.
     """
-    if job.final:
+    if job.final or job.placement is None or not agents:
         return job
+    changed: dict[str, MemberStatus] = {}
+    for seat in job.placement.seats():
+        heard = agents.get((seat.node, job.grant_id(seat.part)))
+        if heard is None:
+            continue
+        before = job.status(seat)
+        if before.node != seat.node or before.part != seat.part:
+            continue  # It still has to leave its old place.
+        report = heard.reports.get(job.role_id(seat))
+        if report is not None and report.attempt not in (0, job.attempt):
+            report = None
+        after = _seen(job, before, heard.incarnation, report, now)
+        if after is not before and after != before:
+            changed[seat.label] = after
+    return _changed(job, changed, now)
 
-    def seen(member: MemberStatus) -> MemberStatus:
-        report = reports.get(job.role_id(member))
-        return _seen(job, member, incarnation, report, now) if member.node == node else member
 
-    return _changed(job, seen, now)
-
-
-def node_lost(job: Job, node: str, cause: str, now: float) -> Job:
-    """The job after a node is gone for good: its members count as stopped, and the gang ends."""
-    if job.final or all(member.node != node for member in job.members):
+def observe_one(job: Job, seat: Seat, post: tuple[str, str], heard: Heard, now: float) -> Job:
+    """The job after an agent's answer about one member; it says nothing of the others."""
+    if job.final or job.placement is None or job.placement.seat(seat.role, seat.rank) != seat:
         return job
-
-    def gone(member: MemberStatus) -> MemberStatus:
-        if member.node != node or member.state in DONE:
-            return member
-        return replace(member, state="stopped", pid=0, rss_bytes=0, message=cause)
-
-    return _changed(end(job, "FAILED", cause, now), gone, now)
+    before, report = job.status(seat), heard.reports.get(job.role_id(seat))
+    if report is None or report.attempt not in (0, job.attempt) or job.grant_id(seat.part) != post[1]:
+        return job
+    after = _seen(job, before, heard.incarnation, report, now)
+    return job if after == before else _changed(job, {seat.label: after}, now)
 
 
-def stopped_member(job: Job, role_id: str, now: float) -> Job:
-    """The job after an agent said that it has no such member."""
+def node_lost(job: Job, node: str, grant: str, cause: str, now: float) -> Job:
+    """The job after an agent is gone for good: its members are lost, what follows is for the policy to say."""
+    if job.final or job.placement is None:
+        return job
+    changed: dict[str, MemberStatus] = {}
+    for seat in job.placement.seats():
+        status = job.status(seat)
+        if seat.node == node and job.grant_id(seat.part) == grant and status.state not in DONE:
+            changed[seat.label] = replace(status, state="lost", pid=0, rss_bytes=0, message=cause)
+    left = tuple(seat for seat in job.retiring if (seat.node, job.grant_id(seat.part)) != (node, grant))
+    if len(left) != len(job.retiring):
+        job = replace(job, retiring=left)
+    return _changed(job, changed, now)
 
-    def gone(member: MemberStatus) -> MemberStatus:
-        if job.role_id(member) != role_id or member.state in DONE:
-            return member
-        return replace(member, state="stopped", pid=0, rss_bytes=0)
 
-    return _changed(job, gone, now)
+def stopped_member(job: Job, seat: Seat, now: float) -> Job:
+    """The job after an agent said that it has no such member (any more)."""
+    status = job.status(seat)
+    if job.final or status.state in DONE:
+        return job
+    return _changed(job, {seat.label: replace(status, state="stopped", pid=0, rss_bytes=0)}, now)
 
 
-def to_start(job: Job) -> tuple[MemberStatus, ...]:
+def moved(job: Job, placement: Placement, kind: str, why: str, now: float) -> Job:
+    """The job with other places for some of its members; those that keep their place are left alone.
+
+    Places that were left with a process that may still run become `retiring`; their successors start once it is gone.
+    """
+    assert job.placement is not None
+    before = {seat.label: seat for seat in job.placement.seats()}
+    after = {seat.label: seat for seat in placement.seats()}
+    members, retiring = dict(job.members), list(job.retiring)
+    for label, seat in before.items():
+        if after.get(label) == seat:
+            continue
+        status = members.pop(label, None)
+        if status is not None and status.state not in DONE:
+            retiring.append(seat)
+        if label in after:
+            restarts_so_far = (status.restarts if status else 0) + 1
+            new = after[label]
+            members[label] = MemberStatus(
+                new.role, new.rank, new.node, new.part, restarts=restarts_so_far, carried_restarts=restarts_so_far
+            )
+    job = replace(job, placement=placement, members=members, retiring=tuple(retiring))
+    return settled(note(job, kind, why, now), now)
+
+
+def retired(job: Job, seat: Seat) -> Job:
+    """The job after the process at a place that was left is gone."""
+    if seat not in job.retiring:
+        return job
+    return replace(job, retiring=tuple(each for each in job.retiring if each != seat))
+
+
+def released(job: Job, part: int, now: float) -> Job:
+    """The job after the cluster took a part back."""
+    if all(each.number != part for each in job.parts):
+        return job
+    return settled(replace(job, parts=tuple(each for each in job.parts if each.number != part)), now)
+
+
+def to_start(job: Job) -> tuple[Seat, ...]:
     """Members that an agent has to be told to start."""
-    if job.ending is not None or job.state not in ("STARTING", "RUNNING"):
+    if job.ending is not None or job.placement is None or job.state not in ("STARTING", "RUNNING"):
         return ()
-    return tuple(member for member in job.members if member.state == "waiting")
+    leaving = {seat.label for seat in job.retiring}
+    return tuple(
+        seat for seat in job.placement.seats() if job.status(seat).state == "waiting" and seat.label not in leaving
+    )
 
 
-def to_stop(job: Job) -> tuple[MemberStatus, ...]:
+def to_stop(job: Job) -> tuple[Seat, ...]:
     """Members that an agent has to be told to stop; a start without an answer may have happened, so those count."""
-    if job.ending is None or job.final:
+    if job.ending is None or job.final or job.placement is None:
+        return job.retiring if not job.final else ()
+    if job.state == "PLACED":
         return ()
-    return tuple(member for member in job.members if member.state not in DONE)
+    seats = tuple(seat for seat in job.placement.seats() if job.status(seat).state not in DONE)
+    return (*seats, *job.retiring)
+
+
+def settled(job: Job, now: float) -> Job:
+    """Draws the conclusions from the members' states."""
+    if job.placement is None:
+        return job
+    if job.ending is not None:
+        if to_stop(job) or job.parts:
+            return job
+        return (
+            _requeued(job, now)
+            if job.ending.state == "PENDING"
+            else _finish(job, job.ending.state, job.ending.cause, now)
+        )
+    states = [(seat, job.status(seat)) for seat in job.placement.seats()]
+    for _, status in states:
+        if status.state == "failed":
+            return end(job, "FAILED", f"{status.label} {status.message}", now)
+    if job.state not in ("STARTING", "RUNNING"):
+        return job
+    serving = {role.name for role in job.spec.roles if role.serves}
+    working = [status for seat, status in states if seat.role not in serving] or [status for _, status in states]
+    if all(status.state == "succeeded" for status in working):
+        return end(job, "SUCCEEDED", "all members ended with status 0", now)
+    if job.state == "STARTING" and all(status.state not in ("waiting", "lost") for _, status in states):
+        job = replace(job, running_at=now, slow_starts=0)
+        return _enter(job, "RUNNING", f"all {len(states)} members run", now)
+    return job
+
+
+def note(job: Job, kind: str, text: str, now: float, member: str = "") -> Job:
+    """The job with one more event."""
+    event = Event(job.sequence + 1, now, kind, text, f"{job.id}/{member}" if member else "")
+    return replace(job, sequence=event.sequence, events=(*job.events, event)[-MAX_EVENTS:])
+
+
+def _requeued(job: Job, now: float) -> Job:
+    """Back in the queue, or at the next place. Counts of restarts go on: no attempt passes for the first."""
+    assert job.ending is not None
+    members = {
+        label: MemberStatus(
+            status.role, status.rank, "", restarts=status.restarts + 1, carried_restarts=status.restarts + 1
+        )
+        for label, status in job.members.items()
+    }
+    then, cause = job.next_placement, job.ending.cause
+    job = replace(
+        job,
+        placement=None,
+        next_placement=None,
+        ending=None,
+        members=members,
+        placed_at=0.0,
+        started_at=0.0,
+        running_at=0.0,
+        queued_at=now,
+    )
+    job = _enter(job, "PENDING", f"queued again: {cause}", now)
+    return job if then is None else placed(job, then, now, cause)
 
 
 def _seen(job: Job, member: MemberStatus, incarnation: str, report: Report | None, now: float) -> MemberStatus:
-    if member.state in DONE:
+    if member.state in ("succeeded", "failed", "stopped"):
         return member
     same = member.incarnation == incarnation
     if report is None:
@@ -114,6 +283,8 @@ def _seen(job: Job, member: MemberStatus, incarnation: str, report: Report | Non
         if same and report.revision == member.revision:
             return member
         return _lost(job, replace(member, incarnation=incarnation, revision=report.revision), report.message, now)
+    if member.state == "lost" and job.ending is not None:
+        return member
     carried = member.carried_restarts if same or member.state == "waiting" else member.restarts
     return replace(
         member,
@@ -143,16 +314,16 @@ def _lost(job: Job, member: MemberStatus, cause: str, now: float) -> MemberStatu
     return replace(member, state="waiting", losses=(*losses, now), restarts=count, carried_restarts=count)
 
 
-def _changed(job: Job, change: Callable[[MemberStatus], MemberStatus], now: float) -> Job:
-    members = tuple(change(member) for member in job.members)
-    if members == job.members:
+def _changed(job: Job, changed: Mapping[str, MemberStatus], now: float) -> Job:
+    if not changed:
         return job
-    after = replace(job, members=members)
-    for old, new in zip(job.members, members, strict=True):
+    after = replace(job, members={**job.members, **changed})
+    for label, new in changed.items():
+        old = job.members.get(label) or MemberStatus(new.role, new.rank, new.node, new.part)
         kind, text = _news(old, new)
         if kind:
-            after = _note(after, kind, f"{new.label} {text}", now, new.label)
-    return _settled(after, now)
+            after = note(after, kind, f"{new.label} {text}", now, new.label)
+    return settled(after, now)
 
 
 def _news(old: MemberStatus, new: MemberStatus) -> tuple[str, str]:
@@ -165,6 +336,8 @@ def _news(old: MemberStatus, new: MemberStatus) -> tuple[str, str]:
         return "started", f"started with pid {new.pid} on {new.node}"
     if new.state == old.state:
         return "", ""
+    if new.state == "lost":
+        return "lost", f"was lost: {new.message}"
     if new.state == "restarting":
         return "exited", f"{new.message or restarts.ended(new.exit_code)}; it will start again"
     if new.state == "succeeded":
@@ -174,31 +347,12 @@ def _news(old: MemberStatus, new: MemberStatus) -> tuple[str, str]:
     return "stopped", "stopped"
 
 
-def _settled(job: Job, now: float) -> Job:
-    """Draws the conclusions from the members' states."""
-    if job.ending is not None:
-        done = all(member.state in DONE for member in job.members)
-        return _finish(job, job.ending.state, job.ending.cause, now) if done else job
-    failed = [member for member in job.members if member.state == "failed"]
-    if failed:
-        return end(job, "FAILED", f"{failed[0].label} {failed[0].message}", now)
-    serving = {role.name for role in job.spec.roles if role.serves}
-    working = [member for member in job.members if member.role not in serving] or list(job.members)
-    if all(member.state == "succeeded" for member in working):
-        return end(job, "SUCCEEDED", "all members ended with status 0", now)
-    if job.state == "STARTING" and all(member.state != "waiting" for member in job.members):
-        return _enter(job, "RUNNING", f"all {len(job.members)} members run", now)
-    return job
-
-
 def _finish(job: Job, state: FinalState, cause: str, now: float) -> Job:
     return _enter(replace(job, ending=None, ended_at=now), state, cause, now)
 
 
 def _enter(job: Job, state: State, message: str, now: float) -> Job:
-    return _note(replace(job, state=state, message=message), "state", f"{state}: {message}", now)
+    return note(replace(job, state=state, message=message), "state", f"{state}: {message}", now)
 
 
-def _note(job: Job, kind: str, text: str, now: float, member: str = "") -> Job:
-    event = Event(job.sequence + 1, now, kind, text, f"{job.id}/{member}" if member else "")
-    return replace(job, sequence=event.sequence, events=(*job.events, event)[-MAX_EVENTS:])
+Transition = Callable[[Job], Job]

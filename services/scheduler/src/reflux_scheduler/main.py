@@ -1,26 +1,31 @@
 """Entry point of the scheduler: settings in, servicer out."""
 
-import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import os
+import socket
+import sys
+import tomllib
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from pathlib import Path
+from typing import Any
 
-from pydantic import Field
+from pydantic import Field, ValidationError
 
 from reflux.scheduler.v1.scheduler_service_pb2_grpc import add_SchedulerServiceServicer_to_server
 from reflux_kit.errors import StartupError
 from reflux_kit.redis import open_redis
-from reflux_kit.server import Mount, Service, serve
+from reflux_kit.server import Bound, Mount, Service, serve
 from reflux_kit.settings import ServiceSettings, prefix
-from reflux_scheduler.backends.local import LocalBackend
-from reflux_scheduler.controller import Controller
-from reflux_scheduler.errors import TopologyFileError
-from reflux_scheduler.fleet import Fleet, Terms
-from reflux_scheduler.inventory import Inventory
-from reflux_scheduler.job_store import JobStore
-from reflux_scheduler.metrics import Metrics
+from reflux_placement.sources.toml import Cluster, TopologyFileError, read_cluster
+from reflux_scheduler.backends import BACKENDS, BackendName
+from reflux_scheduler.backends.base import AgentLaunch, Backend, BackendAway
+from reflux_scheduler.candidate import Candidate, Plan
+from reflux_scheduler.errors import ConfigurationError
+from reflux_scheduler.fleet import Terms
+from reflux_scheduler.machine import this_machine, toy_rack
+from reflux_scheduler.planner import Rules
+from reflux_scheduler.queues import default_queues, read_queues
 from reflux_scheduler.servicer import SERVICE_NAME, SchedulerServicer
-from reflux_scheduler.topology_file import load_topology, toy_rack
 
 
 class SchedulerSettings(ServiceSettings):
@@ -30,8 +35,18 @@ class SchedulerSettings(ServiceSettings):
 
     listen: str = "127.0.0.1:7001"
 
+    backend: BackendName = "local"
+    """Cluster that jobs run on."""
+
+    backend_options: str = ""
+    """TOML file with the options of the backend (the fields of its settings class); empty takes the defaults."""
+
     topology: str = ""
-    """TOML file with the tree, configs/topologies/ has examples; empty describes this machine as a toy rack."""
+    """TOML file with the tree, configs/topologies/ has examples; empty asks the backend, and `local` describes this
+    machine as a toy rack."""
+
+    queues: str = ""
+    """TOML file with queues, quotas and the policy's knobs; empty is one queue without bounds."""
 
     lease_seconds: float = Field(default=60.0, gt=0)
     """An agent without a scheduler stops its members after this long."""
@@ -40,31 +55,111 @@ class SchedulerSettings(ServiceSettings):
     """How often agents report."""
 
     lost_margin_seconds: float = Field(default=15.0, ge=0)
-    """How much longer than the lease a silent node is waited for before its jobs fail."""
+    """How much longer than the lease a silent node is waited for before its jobs go on elsewhere."""
+
+    start_seconds: float = Field(default=600.0, gt=0)
+    """A gang whose room was given runs within this time, or it is tried again elsewhere."""
+
+    poll_seconds: float = Field(default=2.0, gt=0)
+    """How often the cluster is asked about grants and nodes."""
+
+    leader_seconds: float = Field(default=6.0, gt=0)
+    """Another scheduler takes over when the leader was silent for this long."""
 
 
 @asynccontextmanager
-async def build(settings: SchedulerSettings) -> AsyncIterator[Service]:
-    """Owns the connection to Redis, the backend and the controller."""
+async def build(settings: SchedulerSettings, environment: Mapping[str, str] | None = None) -> AsyncIterator[Service]:
+    """Owns the connection to Redis, the backend and the candidate. Agents that a backend starts get `environment`."""
+    async with AsyncExitStack() as stack:
+        redis = await stack.enter_async_context(open_redis(settings.redis_url))
+        backend = await stack.enter_async_context(_backend(settings, environment or {}))
+        candidate = Candidate(redis, await _plan(settings, backend), backend, settings)
+        servicer = SchedulerServicer(candidate)
+        mount = Mount(servicer, add_SchedulerServiceServicer_to_server, SERVICE_NAME)
+
+        def attend(bound: Bound) -> AbstractAsyncContextManager[None]:
+            # The lease is asked for once the address is ours: a second process at it must not take it over.
+            return candidate.standing(bound.grpc, f"{bound.grpc}@{socket.gethostname()}")
+
+        yield Service((mount,), attend=attend)
+
+
+@asynccontextmanager
+async def _backend(settings: SchedulerSettings, environment: Mapping[str, str]) -> AsyncIterator[Backend]:
+    passed = {key: value for key, value in environment.items() if not key.startswith("REFLUX_SCHEDULER_")}
+    passed["REFLUX_SCHEDULER_ADDRESS"] = settings.scheduler_address
+    launch = AgentLaunch((sys.executable, "-m", "reflux_scheduler.agent.main"), passed)
     try:
-        topology = load_topology(Path(settings.topology)) if settings.topology else toy_rack()
-    except TopologyFileError as error:
+        backend = BACKENDS[settings.backend](_options(settings.backend_options), launch)
+    except ImportError as error:
+        extra = f"pip install reflux-scheduler[{settings.backend}]"
+        raise StartupError(f"backend {settings.backend} needs {error.name or error}: {extra}") from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"]))
+        raise StartupError(f"{settings.backend_options or 'defaults'}: {key}: {first['msg']}") from None
+    except ValueError as error:
+        raise StartupError(f"{settings.backend_options}: {error}") from None
+    async with AsyncExitStack() as stack:
+        if isinstance(backend, AbstractAsyncContextManager):
+            await stack.enter_async_context(backend)
+        yield backend
+
+
+def _options(path: str) -> dict[str, Any]:
+    if not path:
+        return {}
+    try:
+        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise StartupError(f"{path}: cannot be read ({error.strerror}); set REFLUX_SCHEDULER_BACKEND_OPTIONS") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise StartupError(f"{path}: is not TOML ({error})") from None
+
+
+async def _plan(settings: SchedulerSettings, backend: Backend) -> Plan:
+    cluster = await _cluster(settings, backend)
+    try:
+        queues, config = read_queues(Path(settings.queues)) if settings.queues else (default_queues(), None)
+    except ConfigurationError as error:
         raise StartupError(str(error)) from None
-    terms = Terms(settings.lease_seconds, settings.heartbeat_seconds, settings.lost_margin_seconds)
-    fleet, inventory = Fleet(terms, time.monotonic()), Inventory(topology)
-    async with open_redis(settings.redis_url) as redis, LocalBackend(fleet, settings) as backend:
-        controller = Controller(JobStore(redis), inventory, fleet, backend, Metrics())
-        await controller.load()
-        mount = Mount(
-            SchedulerServicer(controller, inventory, fleet), add_SchedulerServiceServicer_to_server, SERVICE_NAME
+    rules = Rules(queues=queues, shared_agents=backend.shared_agents)
+    if config is not None:
+        rules = Rules(queues=queues, config=config, shared_agents=backend.shared_agents)
+    return Plan(
+        topology=cluster.topology,
+        spares=cluster.spares,
+        rules=rules,
+        terms=Terms(settings.lease_seconds, settings.heartbeat_seconds, settings.lost_margin_seconds),
+        start_seconds=settings.start_seconds,
+        poll_seconds=settings.poll_seconds,
+        leader_seconds=settings.leader_seconds,
+        backend_name=settings.backend,
+    )
+
+
+async def _cluster(settings: SchedulerSettings, backend: Backend) -> Cluster:
+    """The file, else what the cluster says of itself, else this machine."""
+    if settings.topology:
+        try:
+            return read_cluster(Path(settings.topology), auto=this_machine())
+        except TopologyFileError as error:
+            raise StartupError(str(error)) from None
+    try:
+        topology = await backend.discover()
+    except BackendAway as error:
+        raise StartupError(f"the {settings.backend} cluster does not answer: {error}") from None
+    if topology is None and not backend.shared_agents:
+        raise StartupError(
+            f"the {settings.backend} cluster tells no topology: name a file in REFLUX_SCHEDULER_TOPOLOGY"
         )
-        # Acting starts once the address is ours; knowing comes before, or agents would be told to stop everything.
-        yield Service((mount,), attend=lambda _bound: controller.running())
+    return Cluster(topology or toy_rack())
 
 
 def main() -> None:
     """Runs the scheduler until SIGTERM or SIGINT."""
-    serve("scheduler", SchedulerSettings, build)
+    environment = dict(os.environ)
+    serve("scheduler", SchedulerSettings, lambda settings: build(settings, environment))
 
 
 if __name__ == "__main__":

@@ -5,7 +5,8 @@ keeper's stdin closes and the keeper kills the role with everything below it. Wh
 kills the role (PR_SET_PDEATHSIG). As a child subreaper the keeper also gets hold of descendants that left the role's
 session.
 
-stdin: one JSON line (argv, env, cwd, log_path, log_limit_bytes), then lines "stop SECONDS"; end of file means kill.
+stdin: one JSON line (argv, env, cwd, log_path, log_limit_bytes, groups), then lines "stop SECONDS"; end of file means
+kill.
 stdout: "started PID", then "exited CODE" (negative for a signal); or "refused MESSAGE" when the program cannot be
 executed.
 """
@@ -70,8 +71,8 @@ class RollingLog:
             self._file.write(chunk)
 
 
-def _spawn(argv: list[str], env: dict[str, str], cwd: str, output: int) -> int:
-    """Forks the role into a session of its own. Raises OSError when the program cannot be executed."""
+def _spawn(argv: list[str], env: dict[str, str], cwd: str, output: int, groups: list[str]) -> int:
+    """Forks the role into a session and groups of its own. Raises OSError when the program cannot be executed."""
     keeper = os.getpid()
     error_read, error_write = os.pipe()
     pid = os.fork()
@@ -90,6 +91,10 @@ def _spawn(argv: list[str], env: dict[str, str], cwd: str, output: int) -> int:
             os._exit(_EXIT_SETUP)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGPIPE):
             signal.signal(number, signal.SIG_DFL)
+        for group in groups:
+            # A group that went away costs the limit, not the member.
+            with contextlib.suppress(OSError):
+                Path(group).write_text("0")
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.dup2(output, 1)
         os.dup2(output, 2)
@@ -221,7 +226,7 @@ def main() -> int:
     read, write = os.pipe()
     try:
         log = RollingLog(Path(order["log_path"]), order["log_limit_bytes"])
-        pid = _spawn(order["argv"], order["env"], order["cwd"], write)
+        pid = _spawn(order["argv"], order["env"], order["cwd"], write, order.get("groups", []))
     except OSError as error:
         _tell(f"refused {order['argv'][0]}: {error}")
         return 0

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import grpc
@@ -14,9 +14,10 @@ from reflux_kit.errors import StartupError
 from reflux_scheduler.agent import metrics
 from reflux_scheduler.agent.members import MemberTable
 from reflux_scheduler.agent.messages import render_report
+from reflux_scheduler.agent.supervisor import RoleSupervisor
 
 if TYPE_CHECKING:
-    from reflux.scheduler.v1.scheduler_service_pb2_grpc import SchedulerServiceAsyncStub
+    from reflux_scheduler.agent.schedulers import Schedulers
 
 log = logging.getLogger(__name__)
 
@@ -29,6 +30,20 @@ class Superseded(RuntimeError):
     """Another agent has taken over the node; this one must leave."""
 
 
+class Terms:
+    """The highest term of a scheduler that this agent has seen: what an earlier leader still says is refused."""
+
+    def __init__(self) -> None:
+        self.highest = 0
+
+    def admit(self, term: int) -> bool:
+        """Whether a caller of this term may be obeyed; 0 is a caller that has none."""
+        if term and term < self.highest:
+            return False
+        self.highest = max(self.highest, term)
+        return True
+
+
 class Lease:
     """The agent's side of the contract with the scheduler.
 
@@ -37,11 +52,19 @@ class Lease:
     """
 
     def __init__(
-        self, stub: "SchedulerServiceAsyncStub", members: MemberTable, node: str, lease_seconds: float
+        self,
+        schedulers: "Schedulers",
+        members: MemberTable,
+        node: str,
+        lease_seconds: float,
+        grant: str = "",
+        terms: Terms | None = None,
     ) -> None:
-        self._stub = stub
+        self._schedulers = schedulers
         self._members = members
         self._node = node
+        self._grant = grant
+        self._terms = terms or Terms()
         self._lease_seconds = lease_seconds
         self._heartbeat_seconds = 2.0
         self._renewed = time.monotonic()
@@ -75,27 +98,37 @@ class Lease:
                 await asyncio.sleep(_RETRY_SECONDS)
 
     async def _register(self, address: str) -> None:
-        sent = time.monotonic()
-        request = pb.RegisterAgentRequest(node=self._node, address=address, incarnation=self.incarnation)
-        request.roles.extend(render_report(report, self._node) for report in await self._members.measured())
-        response = await self._stub.RegisterAgent(request, timeout=_CALL_SECONDS)
+        sent, members = time.monotonic(), self._members
+        request = pb.RegisterAgentRequest(
+            node=self._node, address=address, incarnation=self.incarnation, grant=self._grant
+        )
+        reports = await members.measured()
+        sent_members = members.named(report.role_id for report in reports)
+        request.roles.extend(render_report(report, self._node) for report in reports)
+        response = await self._schedulers.stub.RegisterAgent(request, timeout=_CALL_SECONDS)
+        if not self._terms.admit(response.term):
+            return  # An earlier leader that does not know yet: try again.
         self._renewed, self._registered, self._away = sent, True, False
         self._lease_seconds = response.lease_seconds or self._lease_seconds
         self._heartbeat_seconds = response.heartbeat_seconds or self._heartbeat_seconds
         log.info("registered node %s; lease of %g s", response.node, self._lease_seconds)
-        self._discard(response.stop_roles)
+        self._discard(response.stop_roles, sent_members)
 
     async def _beat(self) -> None:
-        sent = time.monotonic()
-        self._members.changed.clear()
-        request = pb.AgentHeartbeatRequest(node=self._node, incarnation=self.incarnation)
-        reports = await self._members.measured()
+        sent, members = time.monotonic(), self._members
+        members.changed.clear()
+        request = pb.AgentHeartbeatRequest(node=self._node, incarnation=self.incarnation, grant=self._grant)
+        reports = await members.measured()
         metrics.observe(reports)
+        sent_members = members.named(report.role_id for report in reports)
         request.roles.extend(render_report(report, self._node) for report in reports)
-        response = await self._stub.AgentHeartbeat(request, timeout=_CALL_SECONDS)
+        response = await self._schedulers.stub.AgentHeartbeat(request, timeout=_CALL_SECONDS)
+        if not self._terms.admit(response.term):
+            self._registered = False
+            return
         self._renewed, self._away = sent, False
         self._registered = not response.register_again
-        self._discard(response.stop_roles)
+        self._discard(response.stop_roles, sent_members)
 
     async def _next_beat(self) -> None:
         """Waits for the next beat; a change of a member brings it forward."""
@@ -113,8 +146,9 @@ class Lease:
             log.error("no scheduler for %.0f s: the lease is over, stopping every member", silent)
         await self._members.stop_all(f"the agent's lease ended: no scheduler for {silent:.0f} s")
 
-    def _discard(self, role_ids: Iterable[str]) -> None:
-        unwanted = list(role_ids)
+    def _discard(self, role_ids: Sequence[str], sent: list[RoleSupervisor]) -> None:
+        """Stops members that the scheduler does not want; one that was started after the report is another."""
+        unwanted = [member for member in sent if member.order.role_id in set(role_ids)]
         if unwanted:
             # A stop may take as long as its grace; the lease must not wait for it.
             task = asyncio.create_task(self._members.discard(unwanted))
@@ -125,3 +159,6 @@ class Lease:
         if not self._away:
             log.warning("the scheduler does not answer (%s: %s)", error.code().name, error.details())
         self._away = True
+        # A scheduler that follows says who leads; whoever comes next has to be told who we are.
+        if self._schedulers.turn(error):
+            self._registered = False

@@ -9,23 +9,19 @@ import tempfile
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
 
 from pydantic import Field
 
 from reflux.scheduler.v1.agent_service_pb2_grpc import add_AgentServiceServicer_to_server
-from reflux.scheduler.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
-from reflux_kit.channel import open_channel
 from reflux_kit.errors import StartupError
 from reflux_kit.server import Bound, Mount, Service, serve
 from reflux_kit.settings import ServiceSettings, prefix
-from reflux_scheduler.agent.lease import Lease
+from reflux_scheduler.agent.cgroup import MemberGroups
+from reflux_scheduler.agent.lease import Lease, Terms
 from reflux_scheduler.agent.members import MemberTable
+from reflux_scheduler.agent.schedulers import Schedulers
 from reflux_scheduler.agent.servicer import SERVICE_NAME, AgentServicer
 from reflux_scheduler.agent.supervisor import Household
-
-if TYPE_CHECKING:
-    from reflux.scheduler.v1.scheduler_service_pb2_grpc import SchedulerServiceAsyncStub
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +33,9 @@ class AgentSettings(ServiceSettings):
 
     node: str = "local"
     """Node of the topology that this agent serves: its name or full path."""
+
+    grant: str = ""
+    """Grant that this agent was started for; empty for the node's own agent, which serves every job."""
 
     advertise: str = ""
     """host:port under which the scheduler reaches this agent; empty takes the bound address."""
@@ -60,11 +59,15 @@ async def build(settings: AgentSettings, environment: Mapping[str, str]) -> Asyn
     except OSError as error:
         raise StartupError(f"the state folder {state_dir} cannot be used: {error.strerror}") from None
     limit_bytes = settings.log_limit_mib << 20
-    members = MemberTable(Household(settings.node, environment, state_dir, limit_bytes, settings.keep_job_logs))
-    async with open_channel(settings.scheduler_address, settings, subject="agent") as channel:
-        stub = cast("SchedulerServiceAsyncStub", SchedulerServiceStub(channel))
-        lease = Lease(stub, members, settings.node, settings.lease_seconds)
-        mount = Mount(AgentServicer(members, settings.node), add_AgentServiceServicer_to_server, SERVICE_NAME)
+    groups, terms = MemberGroups.open(), Terms()
+    log.info("members have %s", groups.reason)
+    household = Household(
+        settings.node, environment, state_dir, limit_bytes, settings.keep_job_logs, groups, bool(settings.grant)
+    )
+    members = MemberTable(household)
+    async with Schedulers(settings.scheduler_address, settings) as schedulers:
+        lease = Lease(schedulers, members, settings.node, settings.lease_seconds, settings.grant, terms)
+        mount = Mount(AgentServicer(members, settings.node, terms), add_AgentServiceServicer_to_server, SERVICE_NAME)
 
         @asynccontextmanager
         async def attend(bound: Bound) -> AsyncIterator[None]:
@@ -80,6 +83,7 @@ async def build(settings: AgentSettings, environment: Mapping[str, str]) -> Asyn
                 task.cancel()
                 with contextlib.suppress(asyncio.CancelledError):
                     await task
+                groups.close()
 
         yield Service((mount,), attend=attend)
 

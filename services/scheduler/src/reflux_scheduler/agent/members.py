@@ -28,13 +28,19 @@ class MemberTable:
         """Set at every change of a report; the lease clears it."""
 
     async def start(self, order: RoleOrder) -> RoleReport:
-        """Starts a member; one that runs, or ended by itself, is left alone. One that was stopped starts anew.
+        """Starts a member; one that runs, or ended by itself, is left alone. One that was stopped starts anew, and so
+        does one of an earlier attempt of its job, which is stopped first.
 
         Raises RuntimeError once the table is closed.
         """
         if self._closed:
             raise RuntimeError("the agent is shutting down")
         member = self._members.get(order.role_id)
+        if member is not None and member.order.attempt < order.attempt:
+            member.request_stop("a later attempt of its job starts")
+            await member.stopped()
+            member = self._members.get(order.role_id)
+            member = member if member is not None and member.order.attempt >= order.attempt else None
         if member is not None and member.report.state == "stopped":
             member = None
         if member is None:
@@ -57,9 +63,13 @@ class MemberTable:
         member.request_stop(reason, grace_seconds)
         return await member.stopped()
 
-    async def discard(self, role_ids: Iterable[str]) -> None:
+    def named(self, role_ids: Iterable[str]) -> list[RoleSupervisor]:
+        """The members of these ids as they are now; a later one of the same id is another."""
+        return [self._members[role_id] for role_id in role_ids if role_id in self._members]
+
+    async def discard(self, unwanted: Iterable[RoleSupervisor]) -> None:
         """Stops members that the scheduler does not want, and forgets them."""
-        unwanted = [self._members[role_id] for role_id in role_ids if role_id in self._members]
+        unwanted = list(unwanted)
         for member in unwanted:
             member.request_stop("the scheduler does not want this member")
         for member in unwanted:

@@ -10,6 +10,7 @@ from reflux_scheduler.agent.orders import RoleOrder, RoleReport
 
 DEFAULT_GRACE_SECONDS = 10.0
 MAX_GRACE_SECONDS = 3600.0
+_MAX_CPUS = 1e6
 _MAX_SHOWN = 64  # Error texts travel in headers, which are small.
 _ROLE_ID = re.compile(r"([a-z0-9-]{1,64})/([a-z0-9][a-z0-9_-]{0,62})/(\d{1,6})")
 
@@ -41,9 +42,20 @@ def parse_order(request: agent_pb.StartRoleRequest) -> RoleOrder:
         argv=tuple(spec.argv),
         environment=tuple((entry.name, entry.value) for entry in spec.environment),
         gpu_indices=tuple(request.gpu_indices),
+        node_gpu_indices=tuple(request.node_gpu_indices),
+        rails=tuple(request.rails),
+        memory_bytes=spec.resources.memory_bytes,
+        millicpus=_millicpus(spec.resources.cpus),
+        attempt=request.attempt,
         max_restarts=spec.max_restarts,
         stop_grace_seconds=parse_grace(spec.stop_grace_seconds),
     )
+
+
+def _millicpus(cpus: float) -> int:
+    if not math.isfinite(cpus) or not 0 <= cpus <= _MAX_CPUS:
+        raise InvalidRequest(f"spec.resources.cpus = {cpus!r}: 0 to {_MAX_CPUS:g}")
+    return round(cpus * 1000)
 
 
 def parse_grace(seconds: float) -> float:
@@ -68,4 +80,5 @@ def render_report(report: RoleReport, node: str) -> job_pb2.RoleStatus:
         message=report.message,
         revision=report.revision,
         started_at=report.started_at,
+        attempt=report.attempt,
     )

@@ -18,8 +18,17 @@ class RoleOrder:
     argv: tuple[str, ...]
     environment: tuple[tuple[str, str], ...] = ()
     gpu_indices: tuple[int, ...] = ()
+    """Indices on the node."""
+
+    node_gpu_indices: tuple[int, ...] = ()
+    """All GPUs that the agent's allocation has on this node, ascending."""
+
+    rails: tuple[str, ...] = ()
+    memory_bytes: int = 0
+    millicpus: int = 0
     max_restarts: int = 0
     stop_grace_seconds: float = 10.0
+    attempt: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,3 +46,4 @@ class RoleReport:
     message: str = ""
     revision: int = 0
     started_at: float = 0.0
+    attempt: int = 0

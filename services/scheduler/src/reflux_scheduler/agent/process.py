@@ -31,15 +31,23 @@ class RoleProcess:
 
     @classmethod
     async def start(
-        cls, argv: tuple[str, ...], environment: Mapping[str, str], folder: Path, log_path: Path, log_limit_bytes: int
+        cls,
+        argv: tuple[str, ...],
+        environment: Mapping[str, str],
+        folder: Path,
+        log_path: Path,
+        log_limit_bytes: int,
+        groups: tuple[str, ...] = (),
     ) -> "RoleProcess":
-        """Starts `argv` in `folder`; its output goes to `log_path`. Raises CannotStart."""
+        """Starts `argv` in `folder`; its output goes to `log_path`. `groups` are control groups to join, as the files
+        that take a process id. Raises CannotStart."""
         order = {
             "argv": [sys.executable if argv[0] == "python" else argv[0], *argv[1:]],
             "env": dict(environment),
             "cwd": str(folder),
             "log_path": str(log_path),
             "log_limit_bytes": log_limit_bytes,
+            "groups": list(groups),
         }
         # A file run with -I -S starts in a few milliseconds and sees none of our packages. No preexec_fn: a fork that
         # runs Python code in a process with gRPC threads may never return.

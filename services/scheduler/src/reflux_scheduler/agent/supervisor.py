@@ -5,10 +5,11 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from reflux_scheduler import restarts
+from reflux_scheduler.agent.cgroup import MemberGroups
 from reflux_scheduler.agent.orders import RoleOrder, RoleReport
 from reflux_scheduler.agent.process import RoleProcess
 
@@ -33,6 +34,12 @@ class Household:
     keep_job_logs: int = 20
     """Log folders of ended jobs that are kept, the newest."""
 
+    groups: MemberGroups = field(default_factory=MemberGroups)
+    """Control groups of the members; without folders nothing is limited."""
+
+    inside_grant: bool = False
+    """The agent runs inside an allocation whose environment names the devices that it has."""
+
     @property
     def logs(self) -> Path:
         """Parent of the log folders of jobs."""
@@ -54,11 +61,14 @@ class RoleSupervisor:
         self._changed = changed
         self._revisions = revisions
         self._log_path = household.log_folder(order.job) / f"{order.role}-{order.rank}.log"
-        self.report = RoleReport(order.role_id, order.job, "restarting", log_path=str(self._log_path))
+        self.report = RoleReport(
+            order.role_id, order.job, "restarting", log_path=str(self._log_path), attempt=order.attempt
+        )
         self._process: RoleProcess | None = None
         self._grace: float | None = None
         self._stopping = asyncio.Event()
         self._reason = ""
+        self._out_of_memory = False
         self._first = asyncio.Event()
         self._task = asyncio.create_task(self._run(), name=order.role_id)
 
@@ -95,6 +105,8 @@ class RoleSupervisor:
             if self._process is not None:
                 self._process.kill()
             self._tell(state="failed", pid=0, message=f"its supervisor failed: {type(error).__name__}")
+        finally:
+            self._household.groups.leave(self.order.role_id)
 
     async def _live(self) -> None:
         times: tuple[float, ...] = ()
@@ -121,9 +133,11 @@ class RoleSupervisor:
 
     async def _once(self, restarts_so_far: int) -> int:
         """One life of the process; its exit code."""
-        environment = self._environment(restarts_so_far)
+        environment, household = self._environment(restarts_so_far), self._household
+        joined = household.groups.enter(self.order.role_id, self.order.memory_bytes, self.order.millicpus)
+        kills = household.groups.memory_kills(self.order.role_id)
         self._process = await RoleProcess.start(
-            self.order.argv, environment, self._household.state_dir, self._log_path, self._household.log_limit_bytes
+            self.order.argv, environment, household.state_dir, self._log_path, household.log_limit_bytes, joined
         )
         if self._stopping.is_set():
             self._process.stop(self._grace or 0.0)
@@ -131,6 +145,7 @@ class RoleSupervisor:
         self._tell(state="running", pid=self._process.pid, started_at=time.time())
         code = await self._process.wait()
         self._process = None
+        self._out_of_memory = household.groups.memory_kills(self.order.role_id) > kills
         return code
 
     async def _pause(self, seconds: float) -> None:
@@ -142,11 +157,13 @@ class RoleSupervisor:
 
     def _environment(self, restarts_so_far: int) -> dict[str, str]:
         order = self.order
+        visible = self._household.environment.get("CUDA_VISIBLE_DEVICES", "")
         return {
             **self._household.environment,
             "PYTHONUNBUFFERED": "1",
             # A role that asked for no accelerator must not take one by accident.
-            "CUDA_VISIBLE_DEVICES": ",".join(map(str, order.gpu_indices)),
+            "CUDA_VISIBLE_DEVICES": ",".join(devices_of(order, visible, self._household.inside_grant)),
+            "REFLUX_RAILS": ",".join(order.rails),
             **dict(order.environment),
             "REFLUX_JOB": order.job,
             "REFLUX_ROLE": order.role,
@@ -158,6 +175,9 @@ class RoleSupervisor:
 
     def _with_tail(self, cause: str) -> str:
         """The cause with the last line that the member wrote, which mostly says why."""
+        if self._out_of_memory:
+            gib = self.order.memory_bytes / (1 << 30)
+            cause = f"{cause}, by the kernel: it used more than its {gib:.3g} GiB of memory"
         try:
             with self._log_path.open("rb") as file:
                 file.seek(max(0, file.seek(0, 2) - _TAIL_BYTES))
@@ -171,3 +191,17 @@ class RoleSupervisor:
         self.report = replace(self.report, revision=next(self._revisions), **changes)  # type: ignore[arg-type]
         self._first.set()
         self._changed()
+
+
+def devices_of(order: RoleOrder, visible: str, inside_grant: bool) -> list[str]:
+    """A member's GPUs as CUDA calls them.
+
+    Inside an allocation the k-th GPU that the job holds on this node is the k-th device that the allocation shows
+    (`visible`, the agent's own CUDA_VISIBLE_DEVICES); elsewhere indices are the node's own.
+    """
+    shown = [name for name in visible.split(",") if name]
+    held = order.node_gpu_indices
+    if not inside_grant or not shown or not held:
+        return [str(index) for index in order.gpu_indices]
+    positions = [held.index(gpu) for gpu in order.gpu_indices if gpu in held]
+    return [shown[position] for position in positions if position < len(shown)]

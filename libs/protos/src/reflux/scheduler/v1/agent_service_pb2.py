@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from reflux.scheduler.v1 import job_pb2 as reflux_dot_scheduler_dot_v1_dot_job__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\'reflux/scheduler/v1/agent_service.proto\x12\x13reflux.scheduler.v1\x1a\x1dreflux/scheduler/v1/job.proto\"\x80\x01\n\x10StartRoleRequest\x12\x0f\n\x07role_id\x18\x01 \x01(\t\x12+\n\x04spec\x18\x02 \x01(\x0b\x32\x1d.reflux.scheduler.v1.RoleSpec\x12\x0b\n\x03job\x18\x03 \x01(\t\x12\x0c\n\x04rank\x18\x04 \x01(\r\x12\x13\n\x0bgpu_indices\x18\x05 \x03(\r\"B\n\x11StartRoleResponse\x12-\n\x04role\x18\x01 \x01(\x0b\x32\x1f.reflux.scheduler.v1.RoleStatus\"9\n\x0fStopRoleRequest\x12\x0f\n\x07role_id\x18\x01 \x01(\t\x12\x15\n\rgrace_seconds\x18\x02 \x01(\x01\"A\n\x10StopRoleResponse\x12-\n\x04role\x18\x01 \x01(\x0b\x32\x1f.reflux.scheduler.v1.RoleStatus\"\x12\n\x10ListRolesRequest\"C\n\x11ListRolesResponse\x12.\n\x05roles\x18\x01 \x03(\x0b\x32\x1f.reflux.scheduler.v1.RoleStatus2\x9f\x02\n\x0c\x41gentService\x12Z\n\tStartRole\x12%.reflux.scheduler.v1.StartRoleRequest\x1a&.reflux.scheduler.v1.StartRoleResponse\x12W\n\x08StopRole\x12$.reflux.scheduler.v1.StopRoleRequest\x1a%.reflux.scheduler.v1.StopRoleResponse\x12Z\n\tListRoles\x12%.reflux.scheduler.v1.ListRolesRequest\x1a&.reflux.scheduler.v1.ListRolesResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\'reflux/scheduler/v1/agent_service.proto\x12\x13reflux.scheduler.v1\x1a\x1dreflux/scheduler/v1/job.proto\"\xc8\x01\n\x10StartRoleRequest\x12\x0f\n\x07role_id\x18\x01 \x01(\t\x12+\n\x04spec\x18\x02 \x01(\x0b\x32\x1d.reflux.scheduler.v1.RoleSpec\x12\x0b\n\x03job\x18\x03 \x01(\t\x12\x0c\n\x04rank\x18\x04 \x01(\r\x12\x13\n\x0bgpu_indices\x18\x05 \x03(\r\x12\x18\n\x10node_gpu_indices\x18\x06 \x03(\r\x12\r\n\x05rails\x18\x07 \x03(\t\x12\x0c\n\x04term\x18\x08 \x01(\x04\x12\x0f\n\x07\x61ttempt\x18\t \x01(\r\"B\n\x11StartRoleResponse\x12-\n\x04role\x18\x01 \x01(\x0b\x32\x1f.reflux.scheduler.v1.RoleStatus\"G\n\x0fStopRoleRequest\x12\x0f\n\x07role_id\x18\x01 \x01(\t\x12\x15\n\rgrace_seconds\x18\x02 \x01(\x01\x12\x0c\n\x04term\x18\x03 \x01(\x04\"A\n\x10StopRoleResponse\x12-\n\x04role\x18\x01 \x01(\x0b\x32\x1f.reflux.scheduler.v1.RoleStatus\"\x12\n\x10ListRolesRequest\"C\n\x11ListRolesResponse\x12.\n\x05roles\x18\x01 \x03(\x0b\x32\x1f.reflux.scheduler.v1.RoleStatus2\x9f\x02\n\x0c\x41gentService\x12Z\n\tStartRole\x12%.reflux.scheduler.v1.StartRoleRequest\x1a&.reflux.scheduler.v1.StartRoleResponse\x12W\n\x08StopRole\x12$.reflux.scheduler.v1.StopRoleRequest\x1a%.reflux.scheduler.v1.StopRoleResponse\x12Z\n\tListRoles\x12%.reflux.scheduler.v1.ListRolesRequest\x1a&.reflux.scheduler.v1.ListRolesResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,17 +33,17 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'reflux.scheduler.v1.agent_s
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_STARTROLEREQUEST']._serialized_start=96
-  _globals['_STARTROLEREQUEST']._serialized_end=224
-  _globals['_STARTROLERESPONSE']._serialized_start=226
-  _globals['_STARTROLERESPONSE']._serialized_end=292
-  _globals['_STOPROLEREQUEST']._serialized_start=294
-  _globals['_STOPROLEREQUEST']._serialized_end=351
-  _globals['_STOPROLERESPONSE']._serialized_start=353
-  _globals['_STOPROLERESPONSE']._serialized_end=418
-  _globals['_LISTROLESREQUEST']._serialized_start=420
-  _globals['_LISTROLESREQUEST']._serialized_end=438
-  _globals['_LISTROLESRESPONSE']._serialized_start=440
-  _globals['_LISTROLESRESPONSE']._serialized_end=507
-  _globals['_AGENTSERVICE']._serialized_start=510
-  _globals['_AGENTSERVICE']._serialized_end=797
+  _globals['_STARTROLEREQUEST']._serialized_end=296
+  _globals['_STARTROLERESPONSE']._serialized_start=298
+  _globals['_STARTROLERESPONSE']._serialized_end=364
+  _globals['_STOPROLEREQUEST']._serialized_start=366
+  _globals['_STOPROLEREQUEST']._serialized_end=437
+  _globals['_STOPROLERESPONSE']._serialized_start=439
+  _globals['_STOPROLERESPONSE']._serialized_end=504
+  _globals['_LISTROLESREQUEST']._serialized_start=506
+  _globals['_LISTROLESREQUEST']._serialized_end=524
+  _globals['_LISTROLESRESPONSE']._serialized_start=526
+  _globals['_LISTROLESRESPONSE']._serialized_end=593
+  _globals['_AGENTSERVICE']._serialized_start=596
+  _globals['_AGENTSERVICE']._serialized_end=883
 # @@protoc_insertion_point(module_scope)

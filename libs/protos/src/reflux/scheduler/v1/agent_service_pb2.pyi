@@ -30,19 +30,37 @@ class StartRoleRequest(_message.Message):
     JOB_FIELD_NUMBER: _builtins.int
     RANK_FIELD_NUMBER: _builtins.int
     GPU_INDICES_FIELD_NUMBER: _builtins.int
+    NODE_GPU_INDICES_FIELD_NUMBER: _builtins.int
+    RAILS_FIELD_NUMBER: _builtins.int
+    TERM_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
     role_id: _builtins.str
     """"{job}/{role}/{rank}"; also the idempotency key."""
     job: _builtins.str
     """Job resource name."""
     rank: _builtins.int
     """Rank inside the role."""
+    term: _builtins.int
+    """Term of the scheduler that calls; an agent refuses a lower one than it has seen."""
+    attempt: _builtins.int
+    """The job's attempt; a member of an earlier attempt is stopped first."""
     @_builtins.property
     def spec(self) -> _job_pb2.RoleSpec:
         """The role's template."""
 
     @_builtins.property
     def gpu_indices(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Accelerators that the member may use."""
+        """Accelerators that the member may use, as indices of the node."""
+
+    @_builtins.property
+    def node_gpu_indices(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """All accelerators that the job holds on this node, ascending: an agent inside an allocation that shows only these
+        maps the k-th of them to the k-th visible device.
+        """
+
+    @_builtins.property
+    def rails(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """NIC rails next to `gpu_indices`, in their order."""
 
     def __init__(
         self,
@@ -52,10 +70,14 @@ class StartRoleRequest(_message.Message):
         job: _builtins.str = ...,
         rank: _builtins.int = ...,
         gpu_indices: _abc.Iterable[_builtins.int] | None = ...,
+        node_gpu_indices: _abc.Iterable[_builtins.int] | None = ...,
+        rails: _abc.Iterable[_builtins.str] | None = ...,
+        term: _builtins.int = ...,
+        attempt: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["spec", b"spec"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["gpu_indices", b"gpu_indices", "job", b"job", "rank", b"rank", "role_id", b"role_id", "spec", b"spec"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "gpu_indices", b"gpu_indices", "job", b"job", "node_gpu_indices", b"node_gpu_indices", "rails", b"rails", "rank", b"rank", "role_id", b"role_id", "spec", b"spec", "term", b"term"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -93,19 +115,23 @@ class StopRoleRequest(_message.Message):
 
     ROLE_ID_FIELD_NUMBER: _builtins.int
     GRACE_SECONDS_FIELD_NUMBER: _builtins.int
+    TERM_FIELD_NUMBER: _builtins.int
     role_id: _builtins.str
     """"{job}/{role}/{rank}" """
     grace_seconds: _builtins.float
     """Seconds between SIGTERM and SIGKILL; 0 means 10."""
+    term: _builtins.int
+    """Term of the scheduler that calls; an agent refuses a lower one than it has seen."""
     def __init__(
         self,
         *,
         role_id: _builtins.str = ...,
         grace_seconds: _builtins.float = ...,
+        term: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["grace_seconds", b"grace_seconds", "role_id", b"role_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["grace_seconds", b"grace_seconds", "role_id", b"role_id", "term", b"term"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -81,6 +81,20 @@ class Job(_message.Message):
     REQUIRED_LEVEL_FIELD_NUMBER: _builtins.int
     EVENTS_FIELD_NUMBER: _builtins.int
     DOMAIN_FIELD_NUMBER: _builtins.int
+    QUEUE_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    PROTECTED_FIELD_NUMBER: _builtins.int
+    EXPECTED_SECONDS_FIELD_NUMBER: _builtins.int
+    MIN_RUN_SECONDS_FIELD_NUMBER: _builtins.int
+    PREFERRED_LEVEL_FIELD_NUMBER: _builtins.int
+    RELATIONS_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    PREEMPTIONS_FIELD_NUMBER: _builtins.int
+    REQUEUES_FIELD_NUMBER: _builtins.int
+    GRANTS_FIELD_NUMBER: _builtins.int
+    PLACED_AT_FIELD_NUMBER: _builtins.int
+    RUNNING_AT_FIELD_NUMBER: _builtins.int
+    SAVED_AT_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Format: jobs/{job}"""
     display_name: _builtins.str
@@ -97,6 +111,30 @@ class Job(_message.Message):
     """Level that holds the whole gang: "node", "rack", "block" or "cluster"; empty is "cluster"."""
     domain: _builtins.str
     """Path of the tightest domain that holds the gang; empty until PLACED."""
+    queue: _builtins.str
+    """Queue whose share it uses."""
+    priority: _builtins.int
+    """Higher goes first."""
+    protected: _builtins.bool
+    """Never preempted."""
+    expected_seconds: _builtins.float
+    """Expected run time in seconds; 0 is unknown."""
+    min_run_seconds: _builtins.float
+    """It is not preempted before it has run for this many seconds."""
+    preferred_level: _builtins.str
+    """Tightest level to try first for the whole gang; empty tries from the tightest one up."""
+    attempt: _builtins.int
+    """Times that the gang got a place; 0 before the first."""
+    preemptions: _builtins.int
+    """Times that it was stopped so that another job fits."""
+    requeues: _builtins.int
+    """Times that it went back to the queue for other reasons (lost nodes, a start that took too long, migration)."""
+    placed_at: _builtins.float
+    """Unix time at which it got its place in seconds; 0 while it waits."""
+    running_at: _builtins.float
+    """Unix time since which all members run in seconds; 0 before."""
+    saved_at: _builtins.float
+    """Unix time of the last checkpoint that the job announced in seconds; 0 when it announced none."""
     @_builtins.property
     def roles(self) -> _containers.RepeatedCompositeFieldContainer[Global___RoleSpec]:
         """The roles as requested."""
@@ -113,6 +151,14 @@ class Job(_message.Message):
     def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___JobEvent]:
         """The latest changes, oldest first, at most 50."""
 
+    @_builtins.property
+    def relations(self) -> _containers.RepeatedCompositeFieldContainer[Global___RoleRelation]:
+        """Constraints and flows between roles."""
+
+    @_builtins.property
+    def grants(self) -> _containers.RepeatedCompositeFieldContainer[Global___JobGrant]:
+        """Room that was asked of the cluster: part 0 is the gang, later parts are replacements and growth."""
+
     def __init__(
         self,
         *,
@@ -128,10 +174,24 @@ class Job(_message.Message):
         required_level: _builtins.str = ...,
         events: _abc.Iterable[Global___JobEvent] | None = ...,
         domain: _builtins.str = ...,
+        queue: _builtins.str = ...,
+        priority: _builtins.int = ...,
+        protected: _builtins.bool = ...,
+        expected_seconds: _builtins.float = ...,
+        min_run_seconds: _builtins.float = ...,
+        preferred_level: _builtins.str = ...,
+        relations: _abc.Iterable[Global___RoleRelation] | None = ...,
+        attempt: _builtins.int = ...,
+        preemptions: _builtins.int = ...,
+        requeues: _builtins.int = ...,
+        grants: _abc.Iterable[Global___JobGrant] | None = ...,
+        placed_at: _builtins.float = ...,
+        running_at: _builtins.float = ...,
+        saved_at: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["created_at", b"created_at", "display_name", b"display_name", "domain", b"domain", "ended_at", b"ended_at", "events", b"events", "members", b"members", "message", b"message", "name", b"name", "placements", b"placements", "required_level", b"required_level", "roles", b"roles", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "created_at", b"created_at", "display_name", b"display_name", "domain", b"domain", "ended_at", b"ended_at", "events", b"events", "expected_seconds", b"expected_seconds", "grants", b"grants", "members", b"members", "message", b"message", "min_run_seconds", b"min_run_seconds", "name", b"name", "placed_at", b"placed_at", "placements", b"placements", "preemptions", b"preemptions", "preferred_level", b"preferred_level", "priority", b"priority", "protected", b"protected", "queue", b"queue", "relations", b"relations", "requeues", b"requeues", "required_level", b"required_level", "roles", b"roles", "running_at", b"running_at", "saved_at", b"saved_at", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -152,6 +212,14 @@ class RoleSpec(_message.Message):
     REQUIRED_LEVEL_FIELD_NUMBER: _builtins.int
     SERVES_FIELD_NUMBER: _builtins.int
     STOP_GRACE_SECONDS_FIELD_NUMBER: _builtins.int
+    MIN_COUNT_FIELD_NUMBER: _builtins.int
+    MAX_COUNT_FIELD_NUMBER: _builtins.int
+    PREFERRED_LEVEL_FIELD_NUMBER: _builtins.int
+    SEGMENT_SIZE_FIELD_NUMBER: _builtins.int
+    SEGMENT_LEVEL_FIELD_NUMBER: _builtins.int
+    MAX_PER_DOMAIN_FIELD_NUMBER: _builtins.int
+    SPREAD_LEVEL_FIELD_NUMBER: _builtins.int
+    TRAFFIC_BYTES_FIELD_NUMBER: _builtins.int
     role: _builtins.str
     """"learner", "engine", "prefill", "decode", "rollout", "sandbox", ..."""
     count: _builtins.int
@@ -164,6 +232,22 @@ class RoleSpec(_message.Message):
     """The role serves the others: the job succeeds when all members of its other roles ended with status 0."""
     stop_grace_seconds: _builtins.float
     """Seconds between SIGTERM and SIGKILL when the member is stopped; 0 means 10."""
+    min_count: _builtins.int
+    """The gang may start and go on with this many; unset is `count`."""
+    max_count: _builtins.int
+    """Idle room may grow the role up to this many; unset is `count`."""
+    preferred_level: _builtins.str
+    """Tightest level to try first; empty tries from the tightest one up."""
+    segment_size: _builtins.int
+    """Members per segment, each segment inside one domain of `segment_level`; divides the counts; 0 means no segments."""
+    segment_level: _builtins.str
+    """Level of a segment; empty is "rack"."""
+    max_per_domain: _builtins.int
+    """At most this many members in one domain of `spread_level`; 0 is no bound."""
+    spread_level: _builtins.str
+    """With `max_per_domain` 0: prefer as many domains of this level as possible."""
+    traffic_bytes: _builtins.float
+    """Bytes per step that the members exchange among themselves."""
     @_builtins.property
     def resources(self) -> _common_pb2.Resources:
         """Resources of each member."""
@@ -188,14 +272,107 @@ class RoleSpec(_message.Message):
         required_level: _builtins.str = ...,
         serves: _builtins.bool = ...,
         stop_grace_seconds: _builtins.float = ...,
+        min_count: _builtins.int | None = ...,
+        max_count: _builtins.int | None = ...,
+        preferred_level: _builtins.str = ...,
+        segment_size: _builtins.int = ...,
+        segment_level: _builtins.str = ...,
+        max_per_domain: _builtins.int = ...,
+        spread_level: _builtins.str = ...,
+        traffic_bytes: _builtins.float = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["resources", b"resources"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_count", b"_max_count", "_min_count", b"_min_count", "max_count", b"max_count", "min_count", b"min_count", "resources", b"resources"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["argv", b"argv", "count", b"count", "environment", b"environment", "max_restarts", b"max_restarts", "required_level", b"required_level", "resources", b"resources", "role", b"role", "serves", b"serves", "stop_grace_seconds", b"stop_grace_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_count", b"_max_count", "_min_count", b"_min_count", "argv", b"argv", "count", b"count", "environment", b"environment", "max_count", b"max_count", "max_per_domain", b"max_per_domain", "max_restarts", b"max_restarts", "min_count", b"min_count", "preferred_level", b"preferred_level", "required_level", b"required_level", "resources", b"resources", "role", b"role", "segment_level", b"segment_level", "segment_size", b"segment_size", "serves", b"serves", "spread_level", b"spread_level", "stop_grace_seconds", b"stop_grace_seconds", "traffic_bytes", b"traffic_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__max_count: _TypeAlias = _typing.Literal["max_count"]  # noqa: Y015
+    _WhichOneofArgType__max_count: _TypeAlias = _typing.Literal["_max_count", b"_max_count"]  # noqa: Y015
+    _WhichOneofReturnType__min_count: _TypeAlias = _typing.Literal["min_count"]  # noqa: Y015
+    _WhichOneofArgType__min_count: _TypeAlias = _typing.Literal["_min_count", b"_min_count"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_count) -> _WhichOneofReturnType__max_count | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__min_count) -> _WhichOneofReturnType__min_count | None: ...
+
+Global___RoleSpec: _TypeAlias = RoleSpec  # noqa: Y015
+
+@_typing.final
+class RoleRelation(_message.Message):
+    """A constraint or a flow between two roles: member i of `role` belongs to member i * |near| / |role| of `near`."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROLE_FIELD_NUMBER: _builtins.int
+    NEAR_FIELD_NUMBER: _builtins.int
+    LEVEL_FIELD_NUMBER: _builtins.int
+    PREFERRED_FIELD_NUMBER: _builtins.int
+    TRAFFIC_BYTES_FIELD_NUMBER: _builtins.int
+    role: _builtins.str
+    """The role that is placed."""
+    near: _builtins.str
+    """The role that it belongs to."""
+    level: _builtins.str
+    """Every member lies in the same domain of this level as its peer; empty is no constraint."""
+    preferred: _builtins.bool
+    """`level` is a preference only."""
+    traffic_bytes: _builtins.float
+    """Bytes per step between the two roles."""
+    def __init__(
+        self,
+        *,
+        role: _builtins.str = ...,
+        near: _builtins.str = ...,
+        level: _builtins.str = ...,
+        preferred: _builtins.bool = ...,
+        traffic_bytes: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["level", b"level", "near", b"near", "preferred", b"preferred", "role", b"role", "traffic_bytes", b"traffic_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___RoleSpec: _TypeAlias = RoleSpec  # noqa: Y015
+Global___RoleRelation: _TypeAlias = RoleRelation  # noqa: Y015
+
+@_typing.final
+class JobGrant(_message.Message):
+    """Room of a job in the cluster's own words."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ID_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    NATIVE_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    NODES_FIELD_NUMBER: _builtins.int
+    id: _builtins.str
+    """"{job}-{part}" """
+    state: _builtins.str
+    """"waiting", "granted" or "ended"."""
+    native: _builtins.str
+    """How the cluster's own tools call it; empty for backend `local`."""
+    reason: _builtins.str
+    """Why it waits or ended, in the cluster's words."""
+    @_builtins.property
+    def nodes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Full paths of its nodes."""
+
+    def __init__(
+        self,
+        *,
+        id: _builtins.str = ...,
+        state: _builtins.str = ...,
+        native: _builtins.str = ...,
+        reason: _builtins.str = ...,
+        nodes: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["id", b"id", "native", b"native", "nodes", b"nodes", "reason", b"reason", "state", b"state"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___JobGrant: _TypeAlias = JobGrant  # noqa: Y015
 
 @_typing.final
 class JobEvent(_message.Message):
@@ -213,7 +390,9 @@ class JobEvent(_message.Message):
     role_id: _builtins.str
     """"{job}/{role}/{rank}"; empty when the change is the job's own."""
     kind: _builtins.str
-    """"state", "started", "exited", "restarted", "lost", "failed" or "stopped"."""
+    """"state", "started", "exited", "restarted", "lost", "failed", "stopped", "grant", "preempted", "requeued", "replaced",
+    "resized" or "migrated".
+    """
     text: _builtins.str
     """For example "learner/0 started with pid 4711 on local"."""
     sequence: _builtins.int
@@ -314,6 +493,8 @@ class RoleStatus(_message.Message):
     MESSAGE_FIELD_NUMBER: _builtins.int
     REVISION_FIELD_NUMBER: _builtins.int
     STARTED_AT_FIELD_NUMBER: _builtins.int
+    GRANT_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
     role_id: _builtins.str
     """"{job}/{role}/{rank}" """
     job: _builtins.str
@@ -338,6 +519,10 @@ class RoleStatus(_message.Message):
     """Grows with every change on one agent incarnation; tells late reports from new ones."""
     started_at: _builtins.float
     """Unix time of the last start in seconds; 0 before it."""
+    grant: _builtins.str
+    """Grant whose agent runs it; empty for a node with an agent of its own."""
+    attempt: _builtins.int
+    """Attempt of the job that it was started for."""
     def __init__(
         self,
         *,
@@ -353,10 +538,12 @@ class RoleStatus(_message.Message):
         message: _builtins.str = ...,
         revision: _builtins.int = ...,
         started_at: _builtins.float = ...,
+        grant: _builtins.str = ...,
+        attempt: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["exit_code", b"exit_code", "job", b"job", "log_path", b"log_path", "message", b"message", "node", b"node", "pid", b"pid", "restarts", b"restarts", "revision", b"revision", "role_id", b"role_id", "rss_bytes", b"rss_bytes", "started_at", b"started_at", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "exit_code", b"exit_code", "grant", b"grant", "job", b"job", "log_path", b"log_path", "message", b"message", "node", b"node", "pid", b"pid", "restarts", b"restarts", "revision", b"revision", "role_id", b"role_id", "rss_bytes", b"rss_bytes", "started_at", b"started_at", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

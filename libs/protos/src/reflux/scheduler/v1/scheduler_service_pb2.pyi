@@ -30,15 +30,38 @@ class CreateJobRequest(_message.Message):
     DISPLAY_NAME_FIELD_NUMBER: _builtins.int
     ROLES_FIELD_NUMBER: _builtins.int
     REQUIRED_LEVEL_FIELD_NUMBER: _builtins.int
+    QUEUE_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    PROTECTED_FIELD_NUMBER: _builtins.int
+    EXPECTED_SECONDS_FIELD_NUMBER: _builtins.int
+    MIN_RUN_SECONDS_FIELD_NUMBER: _builtins.int
+    PREFERRED_LEVEL_FIELD_NUMBER: _builtins.int
+    RELATIONS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Client-chosen UUID that makes retries safe; remembered for one day."""
     display_name: _builtins.str
     """Name of the job for people, for example the run id."""
     required_level: _builtins.str
     """Level that holds the whole gang: "node", "rack", "block" or "cluster"; empty is "cluster"."""
+    queue: _builtins.str
+    """Queue whose share it uses; empty is "default"."""
+    priority: _builtins.int
+    """Higher goes first."""
+    protected: _builtins.bool
+    """Never preempt it."""
+    expected_seconds: _builtins.float
+    """Expected run time in seconds, for backfill; 0 is unknown."""
+    min_run_seconds: _builtins.float
+    """Not preempted before it has run for this many seconds."""
+    preferred_level: _builtins.str
+    """Tightest level to try first for the whole gang; empty tries from the tightest one up."""
     @_builtins.property
     def roles(self) -> _containers.RepeatedCompositeFieldContainer[_job_pb2.RoleSpec]:
         """The roles of the gang."""
+
+    @_builtins.property
+    def relations(self) -> _containers.RepeatedCompositeFieldContainer[_job_pb2.RoleRelation]:
+        """Constraints and flows between roles."""
 
     def __init__(
         self,
@@ -47,10 +70,17 @@ class CreateJobRequest(_message.Message):
         display_name: _builtins.str = ...,
         roles: _abc.Iterable[_job_pb2.RoleSpec] | None = ...,
         required_level: _builtins.str = ...,
+        queue: _builtins.str = ...,
+        priority: _builtins.int = ...,
+        protected: _builtins.bool = ...,
+        expected_seconds: _builtins.float = ...,
+        min_run_seconds: _builtins.float = ...,
+        preferred_level: _builtins.str = ...,
+        relations: _abc.Iterable[_job_pb2.RoleRelation] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["display_name", b"display_name", "request_id", b"request_id", "required_level", b"required_level", "roles", b"roles"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["display_name", b"display_name", "expected_seconds", b"expected_seconds", "min_run_seconds", b"min_run_seconds", "preferred_level", b"preferred_level", "priority", b"priority", "protected", b"protected", "queue", b"queue", "relations", b"relations", "request_id", b"request_id", "required_level", b"required_level", "roles", b"roles"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -316,25 +346,464 @@ class ExplainJobResponse(_message.Message):
 
     SENTENCE_FIELD_NUMBER: _builtins.int
     SHORTAGES_FIELD_NUMBER: _builtins.int
+    CAUSE_FIELD_NUMBER: _builtins.int
+    DOMAIN_FIELD_NUMBER: _builtins.int
+    COST_FIELD_NUMBER: _builtins.int
+    PREEMPTED_BY_FIELD_NUMBER: _builtins.int
     sentence: _builtins.str
     """One sentence for a person."""
+    cause: _builtins.str
+    """Why it waits: "resources", "fragmentation", "quota", "reservation", "behind", "nodes_away", "grant", "start" or
+    empty.
+    """
+    domain: _builtins.str
+    """Path of the tightest domain that holds it; empty without a place."""
+    preempted_by: _builtins.str
+    """Job that it was last stopped for; empty when it was not."""
     @_builtins.property
     def shortages(self) -> _containers.RepeatedCompositeFieldContainer[Global___Shortage]:
         """Missing resources, when it waits or cannot fit."""
+
+    @_builtins.property
+    def cost(self) -> Global___PlacementCost:
+        """What the place costs; unset without a place."""
 
     def __init__(
         self,
         *,
         sentence: _builtins.str = ...,
         shortages: _abc.Iterable[Global___Shortage] | None = ...,
+        cause: _builtins.str = ...,
+        domain: _builtins.str = ...,
+        cost: Global___PlacementCost | None = ...,
+        preempted_by: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cost", b"cost"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["sentence", b"sentence", "shortages", b"shortages"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cause", b"cause", "cost", b"cost", "domain", b"domain", "preempted_by", b"preempted_by", "sentence", b"sentence", "shortages", b"shortages"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ExplainJobResponse: _TypeAlias = ExplainJobResponse  # noqa: Y015
+
+@_typing.final
+class PlacementCost(_message.Message):
+    """What a place costs, in the units of the policy: 0 is best."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TRAFFIC_FIELD_NUMBER: _builtins.int
+    FRAGMENTATION_FIELD_NUMBER: _builtins.int
+    TOTAL_FIELD_NUMBER: _builtins.int
+    traffic: _builtins.float
+    """Bytes per step over links of every level, weighted by how slow the level is."""
+    fragmentation: _builtins.float
+    """Room that the place breaks into pieces."""
+    total: _builtins.float
+    """The weighted sum."""
+    def __init__(
+        self,
+        *,
+        traffic: _builtins.float = ...,
+        fragmentation: _builtins.float = ...,
+        total: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fragmentation", b"fragmentation", "total", b"total", "traffic", b"traffic"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PlacementCost: _TypeAlias = PlacementCost  # noqa: Y015
+
+@_typing.final
+class SimulateRequest(_message.Message):
+    """A change to think through."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADD_NODES_FIELD_NUMBER: _builtins.int
+    REMOVE_NODES_FIELD_NUMBER: _builtins.int
+    DRAIN_NODES_FIELD_NUMBER: _builtins.int
+    END_JOBS_FIELD_NUMBER: _builtins.int
+    JOB_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def add_nodes(self) -> _containers.RepeatedCompositeFieldContainer[Global___SimulatedNode]:
+        """Nodes that are added."""
+
+    @_builtins.property
+    def remove_nodes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Nodes that are gone, by name or path."""
+
+    @_builtins.property
+    def drain_nodes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Nodes that are drained, by name or path."""
+
+    @_builtins.property
+    def end_jobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Jobs that end."""
+
+    @_builtins.property
+    def job(self) -> Global___CreateJobRequest:
+        """A job that is created; its request_id is not used."""
+
+    def __init__(
+        self,
+        *,
+        add_nodes: _abc.Iterable[Global___SimulatedNode] | None = ...,
+        remove_nodes: _abc.Iterable[_builtins.str] | None = ...,
+        drain_nodes: _abc.Iterable[_builtins.str] | None = ...,
+        end_jobs: _abc.Iterable[_builtins.str] | None = ...,
+        job: Global___CreateJobRequest | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["job", b"job"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["add_nodes", b"add_nodes", "drain_nodes", b"drain_nodes", "end_jobs", b"end_jobs", "job", b"job", "remove_nodes", b"remove_nodes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SimulateRequest: _TypeAlias = SimulateRequest  # noqa: Y015
+
+@_typing.final
+class SimulatedNode(_message.Message):
+    """A node that does not exist yet."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    LIKE_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Its name."""
+    like: _builtins.str
+    """A node whose size and domains it takes, by name or path."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        like: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["like", b"like", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SimulatedNode: _TypeAlias = SimulatedNode  # noqa: Y015
+
+@_typing.final
+class SimulateResponse(_message.Message):
+    """What the policy would do at once; what follows from jobs that end later is not in it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SENTENCE_FIELD_NUMBER: _builtins.int
+    OUTCOMES_FIELD_NUMBER: _builtins.int
+    HELD_GPUS_FIELD_NUMBER: _builtins.int
+    TOTAL_GPUS_FIELD_NUMBER: _builtins.int
+    sentence: _builtins.str
+    """One sentence for a person."""
+    held_gpus: _builtins.float
+    """GPUs that are held afterwards."""
+    total_gpus: _builtins.float
+    """GPUs of all nodes afterwards."""
+    @_builtins.property
+    def outcomes(self) -> _containers.RepeatedCompositeFieldContainer[Global___SimulatedOutcome]:
+        """Every pending job, and every job that is touched."""
+
+    def __init__(
+        self,
+        *,
+        sentence: _builtins.str = ...,
+        outcomes: _abc.Iterable[Global___SimulatedOutcome] | None = ...,
+        held_gpus: _builtins.float = ...,
+        total_gpus: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["held_gpus", b"held_gpus", "outcomes", b"outcomes", "sentence", b"sentence", "total_gpus", b"total_gpus"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SimulateResponse: _TypeAlias = SimulateResponse  # noqa: Y015
+
+@_typing.final
+class SimulatedOutcome(_message.Message):
+    """What would happen to one job."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: _builtins.int
+    OUTCOME_FIELD_NUMBER: _builtins.int
+    DOMAIN_FIELD_NUMBER: _builtins.int
+    SENTENCE_FIELD_NUMBER: _builtins.int
+    COST_FIELD_NUMBER: _builtins.int
+    job: _builtins.str
+    """Job resource name; "jobs/new" for the job of the request."""
+    outcome: _builtins.str
+    """"starts", "waits", "preempted", "resized", "replaced", "requeued", "migrated" or "never"."""
+    domain: _builtins.str
+    """Path of the tightest domain that holds it; empty without a place."""
+    sentence: _builtins.str
+    """Why, in one sentence."""
+    @_builtins.property
+    def cost(self) -> Global___PlacementCost:
+        """What the place costs; unset without a place."""
+
+    def __init__(
+        self,
+        *,
+        job: _builtins.str = ...,
+        outcome: _builtins.str = ...,
+        domain: _builtins.str = ...,
+        sentence: _builtins.str = ...,
+        cost: Global___PlacementCost | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cost", b"cost"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cost", b"cost", "domain", b"domain", "job", b"job", "outcome", b"outcome", "sentence", b"sentence"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SimulatedOutcome: _TypeAlias = SimulatedOutcome  # noqa: Y015
+
+@_typing.final
+class MarkJobSavedRequest(_message.Message):
+    """Which job has saved its state."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Format: jobs/{job}"""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MarkJobSavedRequest: _TypeAlias = MarkJobSavedRequest  # noqa: Y015
+
+@_typing.final
+class MarkJobSavedResponse(_message.Message):
+    """The job."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def job(self) -> _job_pb2.Job:
+        """The job as stored."""
+
+    def __init__(
+        self,
+        *,
+        job: _job_pb2.Job | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["job", b"job"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["job", b"job"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MarkJobSavedResponse: _TypeAlias = MarkJobSavedResponse  # noqa: Y015
+
+@_typing.final
+class ListQueuesRequest(_message.Message):
+    """Nothing to choose."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListQueuesRequest: _TypeAlias = ListQueuesRequest  # noqa: Y015
+
+@_typing.final
+class ListQueuesResponse(_message.Message):
+    """All queues."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    QUEUES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def queues(self) -> _containers.RepeatedCompositeFieldContainer[Global___Queue]:
+        """Parents before children."""
+
+    def __init__(
+        self,
+        *,
+        queues: _abc.Iterable[Global___Queue] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["queues", b"queues"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListQueuesResponse: _TypeAlias = ListQueuesResponse  # noqa: Y015
+
+@_typing.final
+class Queue(_message.Message):
+    """A tenant's share of the cluster."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    PARENT_FIELD_NUMBER: _builtins.int
+    WEIGHT_FIELD_NUMBER: _builtins.int
+    GUARANTEED_FIELD_NUMBER: _builtins.int
+    LIMIT_FIELD_NUMBER: _builtins.int
+    USED_FIELD_NUMBER: _builtins.int
+    PENDING_JOBS_FIELD_NUMBER: _builtins.int
+    PLACED_JOBS_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Its name."""
+    parent: _builtins.str
+    """Name of the queue that it belongs to; empty at the top."""
+    weight: _builtins.float
+    """Share of what is contended, relative to its siblings."""
+    pending_jobs: _builtins.int
+    """Jobs that wait, of this queue itself."""
+    placed_jobs: _builtins.int
+    """Jobs that hold room, of this queue itself."""
+    @_builtins.property
+    def guaranteed(self) -> _common_pb2.Resources:
+        """What it gets back by preemption when others borrowed it."""
+
+    @_builtins.property
+    def limit(self) -> _common_pb2.Resources:
+        """Most that it may hold; unset is no bound."""
+
+    @_builtins.property
+    def used(self) -> _common_pb2.Resources:
+        """What its jobs hold now, those of its children included."""
+
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        parent: _builtins.str = ...,
+        weight: _builtins.float = ...,
+        guaranteed: _common_pb2.Resources | None = ...,
+        limit: _common_pb2.Resources | None = ...,
+        used: _common_pb2.Resources | None = ...,
+        pending_jobs: _builtins.int = ...,
+        placed_jobs: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["guaranteed", b"guaranteed", "limit", b"limit", "used", b"used"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["guaranteed", b"guaranteed", "limit", b"limit", "name", b"name", "parent", b"parent", "pending_jobs", b"pending_jobs", "placed_jobs", b"placed_jobs", "used", b"used", "weight", b"weight"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Queue: _TypeAlias = Queue  # noqa: Y015
+
+@_typing.final
+class DrainNodeRequest(_message.Message):
+    """Which node to empty."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODE_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    node: _builtins.str
+    """Name or full path."""
+    reason: _builtins.str
+    """Why, for people."""
+    def __init__(
+        self,
+        *,
+        node: _builtins.str = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["node", b"node", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrainNodeRequest: _TypeAlias = DrainNodeRequest  # noqa: Y015
+
+@_typing.final
+class DrainNodeResponse(_message.Message):
+    """The node after the request."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODE_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def node(self) -> Global___TopologyNode:
+        """The node."""
+
+    def __init__(
+        self,
+        *,
+        node: Global___TopologyNode | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["node", b"node"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["node", b"node"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrainNodeResponse: _TypeAlias = DrainNodeResponse  # noqa: Y015
+
+@_typing.final
+class UndrainNodeRequest(_message.Message):
+    """Which node to open again."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODE_FIELD_NUMBER: _builtins.int
+    node: _builtins.str
+    """Name or full path."""
+    def __init__(
+        self,
+        *,
+        node: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["node", b"node"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UndrainNodeRequest: _TypeAlias = UndrainNodeRequest  # noqa: Y015
+
+@_typing.final
+class UndrainNodeResponse(_message.Message):
+    """The node after the request."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODE_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def node(self) -> Global___TopologyNode:
+        """The node."""
+
+    def __init__(
+        self,
+        *,
+        node: Global___TopologyNode | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["node", b"node"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["node", b"node"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UndrainNodeResponse: _TypeAlias = UndrainNodeResponse  # noqa: Y015
 
 @_typing.final
 class Shortage(_message.Message):
@@ -347,6 +816,11 @@ class Shortage(_message.Message):
     FREE_FIELD_NUMBER: _builtins.int
     CAPACITY_FIELD_NUMBER: _builtins.int
     HOLDERS_FIELD_NUMBER: _builtins.int
+    ROLE_FIELD_NUMBER: _builtins.int
+    CONSTRAINT_FIELD_NUMBER: _builtins.int
+    LEVEL_FIELD_NUMBER: _builtins.int
+    DOMAIN_FIELD_NUMBER: _builtins.int
+    FRAGMENTED_FIELD_NUMBER: _builtins.int
     resource: _builtins.str
     """For example "gpus", "cpus" or "memory_bytes"."""
     needed: _builtins.float
@@ -355,6 +829,16 @@ class Shortage(_message.Message):
     """How much the best domain has free now."""
     capacity: _builtins.float
     """How much the best domain has at all."""
+    role: _builtins.str
+    """Role that lacks it; empty for the whole job."""
+    constraint: _builtins.str
+    """The constraint that cannot be met, for example "segment" or "required_level"."""
+    level: _builtins.str
+    """Level of the constraint."""
+    domain: _builtins.str
+    """Path of the domain that comes closest."""
+    fragmented: _builtins.bool
+    """The sum would do, but it lies in pieces that are too small."""
     @_builtins.property
     def holders(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Jobs that hold the resource."""
@@ -367,10 +851,15 @@ class Shortage(_message.Message):
         free: _builtins.float = ...,
         capacity: _builtins.float = ...,
         holders: _abc.Iterable[_builtins.str] | None = ...,
+        role: _builtins.str = ...,
+        constraint: _builtins.str = ...,
+        level: _builtins.str = ...,
+        domain: _builtins.str = ...,
+        fragmented: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity", b"capacity", "free", b"free", "holders", b"holders", "needed", b"needed", "resource", b"resource"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity", b"capacity", "constraint", b"constraint", "domain", b"domain", "fragmented", b"fragmented", "free", b"free", "holders", b"holders", "level", b"level", "needed", b"needed", "resource", b"resource", "role", b"role"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -401,21 +890,31 @@ class GetTopologyResponse(_message.Message):
 
     NODES_FIELD_NUMBER: _builtins.int
     CLUSTER_FIELD_NUMBER: _builtins.int
+    LEVELS_FIELD_NUMBER: _builtins.int
+    BACKEND_FIELD_NUMBER: _builtins.int
     cluster: _builtins.str
     """Name of the cluster."""
+    backend: _builtins.str
+    """Backend: "local", "slurm", "ray" or "kubernetes"."""
     @_builtins.property
     def nodes(self) -> _containers.RepeatedCompositeFieldContainer[Global___TopologyNode]:
         """All nodes in topology order."""
+
+    @_builtins.property
+    def levels(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Levels, tightest first, "node" and "cluster" included."""
 
     def __init__(
         self,
         *,
         nodes: _abc.Iterable[Global___TopologyNode] | None = ...,
         cluster: _builtins.str = ...,
+        levels: _abc.Iterable[_builtins.str] | None = ...,
+        backend: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster", "nodes", b"nodes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "cluster", b"cluster", "levels", b"levels", "nodes", b"nodes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -432,10 +931,20 @@ class TopologyNode(_message.Message):
     FREE_FIELD_NUMBER: _builtins.int
     AGENT_ADDRESS_FIELD_NUMBER: _builtins.int
     JOBS_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    SPARE_FIELD_NUMBER: _builtins.int
+    RAILS_FIELD_NUMBER: _builtins.int
     path: _builtins.str
     """Full path, for example "cluster/block0/rack1/node7"."""
     agent_address: _builtins.str
     """Address of its agent; empty when none is registered."""
+    state: _builtins.str
+    """"up", "draining", "down" or "flapping"."""
+    reason: _builtins.str
+    """Why it is not up, for people."""
+    spare: _builtins.bool
+    """Held back to replace failed nodes."""
     @_builtins.property
     def capacity(self) -> _common_pb2.Resources:
         """Everything the node has."""
@@ -448,6 +957,10 @@ class TopologyNode(_message.Message):
     def jobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Jobs with members here."""
 
+    @_builtins.property
+    def rails(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """NIC rails."""
+
     def __init__(
         self,
         *,
@@ -456,10 +969,14 @@ class TopologyNode(_message.Message):
         free: _common_pb2.Resources | None = ...,
         agent_address: _builtins.str = ...,
         jobs: _abc.Iterable[_builtins.str] | None = ...,
+        state: _builtins.str = ...,
+        reason: _builtins.str = ...,
+        spare: _builtins.bool = ...,
+        rails: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["capacity", b"capacity", "free", b"free"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_address", b"agent_address", "capacity", b"capacity", "free", b"free", "jobs", b"jobs", "path", b"path"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_address", b"agent_address", "capacity", b"capacity", "free", b"free", "jobs", b"jobs", "path", b"path", "rails", b"rails", "reason", b"reason", "spare", b"spare", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -475,12 +992,15 @@ class RegisterAgentRequest(_message.Message):
     ADDRESS_FIELD_NUMBER: _builtins.int
     ROLES_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
+    GRANT_FIELD_NUMBER: _builtins.int
     node: _builtins.str
     """Full path or last component of the node."""
     address: _builtins.str
     """Where the agent's AgentService listens."""
     incarnation: _builtins.str
     """Random id of the agent process; a new one means that all its roles are gone."""
+    grant: _builtins.str
+    """Grant that the agent was started for; empty for the node's own agent."""
     @_builtins.property
     def roles(self) -> _containers.RepeatedCompositeFieldContainer[_job_pb2.RoleStatus]:
         """Roles that run already (after a restart of the scheduler)."""
@@ -492,10 +1012,11 @@ class RegisterAgentRequest(_message.Message):
         address: _builtins.str = ...,
         roles: _abc.Iterable[_job_pb2.RoleStatus] | None = ...,
         incarnation: _builtins.str = ...,
+        grant: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "incarnation", b"incarnation", "node", b"node", "roles", b"roles"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "grant", b"grant", "incarnation", b"incarnation", "node", b"node", "roles", b"roles"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -511,12 +1032,15 @@ class RegisterAgentResponse(_message.Message):
     LEASE_SECONDS_FIELD_NUMBER: _builtins.int
     STOP_ROLES_FIELD_NUMBER: _builtins.int
     HEARTBEAT_SECONDS_FIELD_NUMBER: _builtins.int
+    TERM_FIELD_NUMBER: _builtins.int
     node: _builtins.str
     """Full path of the node."""
     lease_seconds: _builtins.float
     """Heartbeat within this many seconds, or the agent stops its roles."""
     heartbeat_seconds: _builtins.float
     """Seconds between heartbeats."""
+    term: _builtins.int
+    """Term of the scheduler; it grows with every change of the leader."""
     @_builtins.property
     def stop_roles(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Roles that the scheduler does not know: the agent stops them."""
@@ -528,10 +1052,11 @@ class RegisterAgentResponse(_message.Message):
         lease_seconds: _builtins.float = ...,
         stop_roles: _abc.Iterable[_builtins.str] | None = ...,
         heartbeat_seconds: _builtins.float = ...,
+        term: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["heartbeat_seconds", b"heartbeat_seconds", "lease_seconds", b"lease_seconds", "node", b"node", "stop_roles", b"stop_roles"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["heartbeat_seconds", b"heartbeat_seconds", "lease_seconds", b"lease_seconds", "node", b"node", "stop_roles", b"stop_roles", "term", b"term"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -546,10 +1071,13 @@ class AgentHeartbeatRequest(_message.Message):
     NODE_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
     ROLES_FIELD_NUMBER: _builtins.int
+    GRANT_FIELD_NUMBER: _builtins.int
     node: _builtins.str
     """Full path of the node."""
     incarnation: _builtins.str
     """Incarnation from the registration."""
+    grant: _builtins.str
+    """Grant that the agent was started for; empty for the node's own agent."""
     @_builtins.property
     def roles(self) -> _containers.RepeatedCompositeFieldContainer[_job_pb2.RoleStatus]:
         """All roles of this agent."""
@@ -560,10 +1088,11 @@ class AgentHeartbeatRequest(_message.Message):
         node: _builtins.str = ...,
         incarnation: _builtins.str = ...,
         roles: _abc.Iterable[_job_pb2.RoleStatus] | None = ...,
+        grant: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "node", b"node", "roles", b"roles"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["grant", b"grant", "incarnation", b"incarnation", "node", b"node", "roles", b"roles"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -577,8 +1106,11 @@ class AgentHeartbeatResponse(_message.Message):
 
     REGISTER_AGAIN_FIELD_NUMBER: _builtins.int
     STOP_ROLES_FIELD_NUMBER: _builtins.int
+    TERM_FIELD_NUMBER: _builtins.int
     register_again: _builtins.bool
     """True asks the agent to register again (the scheduler restarted)."""
+    term: _builtins.int
+    """Term of the scheduler."""
     @_builtins.property
     def stop_roles(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Roles to stop."""
@@ -588,10 +1120,11 @@ class AgentHeartbeatResponse(_message.Message):
         *,
         register_again: _builtins.bool = ...,
         stop_roles: _abc.Iterable[_builtins.str] | None = ...,
+        term: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["register_again", b"register_again", "stop_roles", b"stop_roles"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["register_again", b"register_again", "stop_roles", b"stop_roles", "term", b"term"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

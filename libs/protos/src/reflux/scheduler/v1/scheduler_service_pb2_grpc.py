@@ -65,6 +65,31 @@ class SchedulerServiceStub:
                 request_serializer=reflux_dot_scheduler_dot_v1_dot_scheduler__service__pb2.ExplainJobRequest.SerializeToString,
                 response_deserializer=reflux_dot_scheduler_dot_v1_dot_scheduler__service__pb2.ExplainJobResponse.FromString,
                 _registered_method=True)
+        self.Simulate = channel.unary_unary(
+                '/reflux.scheduler.v1.SchedulerService/Simulate',
+                request_serializer=reflux_dot_scheduler_dot_v1_dot_scheduler__service__pb2.SimulateRequest.SerializeToString,
+                response_deserializer=reflux_dot_scheduler_dot_v1_dot_scheduler__service__pb2.SimulateResponse.FromString,
+                _registered_method=True)
+        self.MarkJobSaved = channel.unary_unary(
+                '/reflux.scheduler.v1.SchedulerService/MarkJobSaved',
+                request_serializer=reflux_dot_scheduler_dot_v1_dot_scheduler__service__pb2.MarkJobSavedRequest.SerializeToString,
+                response_deserializer=reflux_dot_scheduler_dot_v1_dot_scheduler__service__pb2.MarkJobSavedResponse.FromString,
+                _registered_method=True)
+        self.ListQueues = channel.unary_unary(
+                '/reflux.scheduler.v1.SchedulerService/ListQueues',
+                request_serializer=reflux_dot_scheduler_dot_v1_dot_scheduler__service__pb2.ListQueuesRequest.SerializeToString,
+                response_deserializer=reflux_dot_scheduler_dot_v1_dot_scheduler__service__pb2.ListQueuesResponse.FromString,
+                _registered_method=True)
+        self.DrainNode = channel.unary_unary(
+                '/reflux.scheduler.v1.SchedulerService/DrainNode',
+                request_serializer=reflux_dot_scheduler_dot_v1_dot_scheduler__service__pb2.DrainNodeRequest.SerializeToString,
+                response_deserializer=reflux_dot_scheduler_dot_v1_dot_scheduler__service__pb2.DrainNodeResponse.FromString,
+                _registered_method=True)
+        self.UndrainNode = channel.unary_unary(
+                '/reflux.scheduler.v1.SchedulerService/UndrainNode',
+                request_serializer=reflux_dot_scheduler_dot_v1_dot_scheduler__service__pb2.UndrainNodeRequest.SerializeToString,
+                response_deserializer=reflux_dot_scheduler_dot_v1_dot_scheduler__service__pb2.UndrainNodeResponse.FromString,
+                _registered_method=True)
         self.GetTopology = channel.unary_unary(
                 '/reflux.scheduler.v1.SchedulerService/GetTopology',
                 request_serializer=reflux_dot_scheduler_dot_v1_dot_scheduler__service__pb2.GetTopologyRequest.SerializeToString,
@@ -128,6 +153,41 @@ class SchedulerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Simulate(self, request, context):
+        """Answers what the policy would do after a change, on a copy; changes nothing.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def MarkJobSaved(self, request, context):
+        """Notes that a job has saved its state: preemption and migration lose nothing from before.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListQueues(self, request, context):
+        """Lists the queues with their shares and what they use.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DrainNode(self, request, context):
+        """Lets a node run empty: no new work, its members move when they can.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UndrainNode(self, request, context):
+        """Opens a drained node again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetTopology(self, request, context):
         """Returns the topology with its free resources.
         """
@@ -181,6 +241,31 @@ def add_SchedulerServiceServicer_to_server(servicer, server):
                     servicer.ExplainJob,
                     request_deserializer=reflux_dot_scheduler_dot_v1_dot_scheduler__service__pb2.ExplainJobRequest.FromString,
                     response_serializer=reflux_dot_scheduler_dot_v1_dot_scheduler__service__pb2.ExplainJobResponse.SerializeToString,
+            ),
+            'Simulate': grpc.unary_unary_rpc_method_handler(
+                    servicer.Simulate,
+                    request_deserializer=reflux_dot_scheduler_dot_v1_dot_scheduler__service__pb2.SimulateRequest.FromString,
+                    response_serializer=reflux_dot_scheduler_dot_v1_dot_scheduler__service__pb2.SimulateResponse.SerializeToString,
+            ),
+            'MarkJobSaved': grpc.unary_unary_rpc_method_handler(
+                    servicer.MarkJobSaved,
+                    request_deserializer=reflux_dot_scheduler_dot_v1_dot_scheduler__service__pb2.MarkJobSavedRequest.FromString,
+                    response_serializer=reflux_dot_scheduler_dot_v1_dot_scheduler__service__pb2.MarkJobSavedResponse.SerializeToString,
+            ),
+            'ListQueues': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListQueues,
+                    request_deserializer=reflux_dot_scheduler_dot_v1_dot_scheduler__service__pb2.ListQueuesRequest.FromString,
+                    response_serializer=reflux_dot_scheduler_dot_v1_dot_scheduler__service__pb2.ListQueuesResponse.SerializeToString,
+            ),
+            'DrainNode': grpc.unary_unary_rpc_method_handler(
+                    servicer.DrainNode,
+                    request_deserializer=reflux_dot_scheduler_dot_v1_dot_scheduler__service__pb2.DrainNodeRequest.FromString,
+                    response_serializer=reflux_dot_scheduler_dot_v1_dot_scheduler__service__pb2.DrainNodeResponse.SerializeToString,
+            ),
+            'UndrainNode': grpc.unary_unary_rpc_method_handler(
+                    servicer.UndrainNode,
+                    request_deserializer=reflux_dot_scheduler_dot_v1_dot_scheduler__service__pb2.UndrainNodeRequest.FromString,
+                    response_serializer=reflux_dot_scheduler_dot_v1_dot_scheduler__service__pb2.UndrainNodeResponse.SerializeToString,
             ),
             'GetTopology': grpc.unary_unary_rpc_method_handler(
                     servicer.GetTopology,
@@ -361,6 +446,141 @@ class SchedulerService:
             '/reflux.scheduler.v1.SchedulerService/ExplainJob',
             reflux_dot_scheduler_dot_v1_dot_scheduler__service__pb2.ExplainJobRequest.SerializeToString,
             reflux_dot_scheduler_dot_v1_dot_scheduler__service__pb2.ExplainJobResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Simulate(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/reflux.scheduler.v1.SchedulerService/Simulate',
+            reflux_dot_scheduler_dot_v1_dot_scheduler__service__pb2.SimulateRequest.SerializeToString,
+            reflux_dot_scheduler_dot_v1_dot_scheduler__service__pb2.SimulateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def MarkJobSaved(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/reflux.scheduler.v1.SchedulerService/MarkJobSaved',
+            reflux_dot_scheduler_dot_v1_dot_scheduler__service__pb2.MarkJobSavedRequest.SerializeToString,
+            reflux_dot_scheduler_dot_v1_dot_scheduler__service__pb2.MarkJobSavedResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListQueues(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/reflux.scheduler.v1.SchedulerService/ListQueues',
+            reflux_dot_scheduler_dot_v1_dot_scheduler__service__pb2.ListQueuesRequest.SerializeToString,
+            reflux_dot_scheduler_dot_v1_dot_scheduler__service__pb2.ListQueuesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DrainNode(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/reflux.scheduler.v1.SchedulerService/DrainNode',
+            reflux_dot_scheduler_dot_v1_dot_scheduler__service__pb2.DrainNodeRequest.SerializeToString,
+            reflux_dot_scheduler_dot_v1_dot_scheduler__service__pb2.DrainNodeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UndrainNode(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/reflux.scheduler.v1.SchedulerService/UndrainNode',
+            reflux_dot_scheduler_dot_v1_dot_scheduler__service__pb2.UndrainNodeRequest.SerializeToString,
+            reflux_dot_scheduler_dot_v1_dot_scheduler__service__pb2.UndrainNodeResponse.FromString,
             options,
             channel_credentials,
             insecure,

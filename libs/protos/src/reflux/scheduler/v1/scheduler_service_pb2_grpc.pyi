@@ -45,6 +45,16 @@ class SchedulerServiceStub:
     """Streams a job after each change until it ends."""
     ExplainJob: _grpc.UnaryUnaryMultiCallable[_scheduler_service_pb2.ExplainJobRequest, _scheduler_service_pb2.ExplainJobResponse]
     """Says in one sentence why a job waits or where it went."""
+    Simulate: _grpc.UnaryUnaryMultiCallable[_scheduler_service_pb2.SimulateRequest, _scheduler_service_pb2.SimulateResponse]
+    """Answers what the policy would do after a change, on a copy; changes nothing."""
+    MarkJobSaved: _grpc.UnaryUnaryMultiCallable[_scheduler_service_pb2.MarkJobSavedRequest, _scheduler_service_pb2.MarkJobSavedResponse]
+    """Notes that a job has saved its state: preemption and migration lose nothing from before."""
+    ListQueues: _grpc.UnaryUnaryMultiCallable[_scheduler_service_pb2.ListQueuesRequest, _scheduler_service_pb2.ListQueuesResponse]
+    """Lists the queues with their shares and what they use."""
+    DrainNode: _grpc.UnaryUnaryMultiCallable[_scheduler_service_pb2.DrainNodeRequest, _scheduler_service_pb2.DrainNodeResponse]
+    """Lets a node run empty: no new work, its members move when they can."""
+    UndrainNode: _grpc.UnaryUnaryMultiCallable[_scheduler_service_pb2.UndrainNodeRequest, _scheduler_service_pb2.UndrainNodeResponse]
+    """Opens a drained node again."""
     GetTopology: _grpc.UnaryUnaryMultiCallable[_scheduler_service_pb2.GetTopologyRequest, _scheduler_service_pb2.GetTopologyResponse]
     """Returns the topology with its free resources."""
     RegisterAgent: _grpc.UnaryUnaryMultiCallable[_scheduler_service_pb2.RegisterAgentRequest, _scheduler_service_pb2.RegisterAgentResponse]
@@ -69,6 +79,16 @@ class SchedulerServiceAsyncStub(SchedulerServiceStub):
     """Streams a job after each change until it ends."""
     ExplainJob: _aio.UnaryUnaryMultiCallable[_scheduler_service_pb2.ExplainJobRequest, _scheduler_service_pb2.ExplainJobResponse]  # type: ignore[assignment]
     """Says in one sentence why a job waits or where it went."""
+    Simulate: _aio.UnaryUnaryMultiCallable[_scheduler_service_pb2.SimulateRequest, _scheduler_service_pb2.SimulateResponse]  # type: ignore[assignment]
+    """Answers what the policy would do after a change, on a copy; changes nothing."""
+    MarkJobSaved: _aio.UnaryUnaryMultiCallable[_scheduler_service_pb2.MarkJobSavedRequest, _scheduler_service_pb2.MarkJobSavedResponse]  # type: ignore[assignment]
+    """Notes that a job has saved its state: preemption and migration lose nothing from before."""
+    ListQueues: _aio.UnaryUnaryMultiCallable[_scheduler_service_pb2.ListQueuesRequest, _scheduler_service_pb2.ListQueuesResponse]  # type: ignore[assignment]
+    """Lists the queues with their shares and what they use."""
+    DrainNode: _aio.UnaryUnaryMultiCallable[_scheduler_service_pb2.DrainNodeRequest, _scheduler_service_pb2.DrainNodeResponse]  # type: ignore[assignment]
+    """Lets a node run empty: no new work, its members move when they can."""
+    UndrainNode: _aio.UnaryUnaryMultiCallable[_scheduler_service_pb2.UndrainNodeRequest, _scheduler_service_pb2.UndrainNodeResponse]  # type: ignore[assignment]
+    """Opens a drained node again."""
     GetTopology: _aio.UnaryUnaryMultiCallable[_scheduler_service_pb2.GetTopologyRequest, _scheduler_service_pb2.GetTopologyResponse]  # type: ignore[assignment]
     """Returns the topology with its free resources."""
     RegisterAgent: _aio.UnaryUnaryMultiCallable[_scheduler_service_pb2.RegisterAgentRequest, _scheduler_service_pb2.RegisterAgentResponse]  # type: ignore[assignment]
@@ -126,6 +146,46 @@ class SchedulerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_scheduler_service_pb2.ExplainJobResponse, _abc.Awaitable[_scheduler_service_pb2.ExplainJobResponse]]:
         """Says in one sentence why a job waits or where it went."""
+
+    @_abc_1.abstractmethod
+    def Simulate(
+        self,
+        request: _scheduler_service_pb2.SimulateRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_scheduler_service_pb2.SimulateResponse, _abc.Awaitable[_scheduler_service_pb2.SimulateResponse]]:
+        """Answers what the policy would do after a change, on a copy; changes nothing."""
+
+    @_abc_1.abstractmethod
+    def MarkJobSaved(
+        self,
+        request: _scheduler_service_pb2.MarkJobSavedRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_scheduler_service_pb2.MarkJobSavedResponse, _abc.Awaitable[_scheduler_service_pb2.MarkJobSavedResponse]]:
+        """Notes that a job has saved its state: preemption and migration lose nothing from before."""
+
+    @_abc_1.abstractmethod
+    def ListQueues(
+        self,
+        request: _scheduler_service_pb2.ListQueuesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_scheduler_service_pb2.ListQueuesResponse, _abc.Awaitable[_scheduler_service_pb2.ListQueuesResponse]]:
+        """Lists the queues with their shares and what they use."""
+
+    @_abc_1.abstractmethod
+    def DrainNode(
+        self,
+        request: _scheduler_service_pb2.DrainNodeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_scheduler_service_pb2.DrainNodeResponse, _abc.Awaitable[_scheduler_service_pb2.DrainNodeResponse]]:
+        """Lets a node run empty: no new work, its members move when they can."""
+
+    @_abc_1.abstractmethod
+    def UndrainNode(
+        self,
+        request: _scheduler_service_pb2.UndrainNodeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_scheduler_service_pb2.UndrainNodeResponse, _abc.Awaitable[_scheduler_service_pb2.UndrainNodeResponse]]:
+        """Opens a drained node again."""
 
     @_abc_1.abstractmethod
     def GetTopology(

@@ -1,0 +1,108 @@
+"""Owns what the cluster says of grants: the latest list, when it was asked for, and grants that nobody wants."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping
+
+from reflux_placement.room import gpu_indices
+from reflux_placement.topology import Resources
+from reflux_scheduler.backends.base import Backend, BackendAway, Grant, GrantStatus, NodeCondition, NodeShare
+from reflux_scheduler.job import Job
+from reflux_scheduler.ledger import shares
+
+log = logging.getLogger(__name__)
+
+
+class Grants:
+    """The backend as the drivers see it. Times are monotonic, in seconds."""
+
+    def __init__(self, backend: Backend, poll_seconds: float, heard: Callable[[], None]) -> None:
+        self.backend = backend
+        self.shared_agents = backend.shared_agents
+        self._poll_seconds = poll_seconds
+        self._heard = heard
+        self._listed: Mapping[str, GrantStatus] = {}
+        self._listed_at = float("-inf")
+        self._asked: dict[str, float] = {}
+        self._released: dict[str, float] = {}
+        self._poke = asyncio.Event()
+        self.conditions: Mapping[str, NodeCondition] = {}
+        self.away = ""
+        """Why the cluster cannot be asked now; empty when it answers."""
+
+    async def request(self, job: Job, part: int) -> None:
+        """Asks for a part once per life of this scheduler. Raises BackendAway or GrantRefused."""
+        grant = _grant(job, part)
+        if grant.id not in self._asked:
+            await self.backend.request(grant)
+            self._asked[grant.id] = time.monotonic()
+            self._poke.set()
+
+    async def release(self, job: Job, part: int) -> bool:
+        """Gives a part back; whether the cluster has confirmed that it is gone. Raises BackendAway."""
+        grant_id = f"{job.id}-{part}"
+        if grant_id not in self._released:
+            await self.backend.release(grant_id)
+            self._released[grant_id] = time.monotonic()
+            self._poke.set()
+        if self._listed_at <= self._released[grant_id]:
+            return False
+        listed = self._listed.get(grant_id)
+        if listed is not None and listed.state != "ended":
+            del self._released[grant_id]  # Still there: ask again.
+            return False
+        self._released.pop(grant_id)
+        self._asked.pop(grant_id, None)
+        return True
+
+    def status(self, grant_id: str) -> GrantStatus | None:
+        """What the cluster says of a grant that was asked for; None while it has not been asked since."""
+        listed = self._listed.get(grant_id)
+        if listed is not None:
+            return listed
+        asked = self._asked.get(grant_id)
+        if asked is None or self._listed_at <= asked:
+            return None
+        return GrantStatus(grant_id, "ended", reason="the cluster does not know it any more")
+
+    async def poll(self, wanted: Callable[[], frozenset[str]]) -> None:
+        """Asks the cluster until cancelled; grants that `wanted` does not name are given back."""
+        while True:
+            self._poke.clear()
+            try:
+                await self.look(wanted)
+            except BackendAway as error:
+                if not self.away:
+                    log.warning("the cluster does not answer: %s", error)
+                self.away = str(error)
+            except Exception:  # task boundary: one bad answer must not end the polling
+                log.exception("asking the cluster failed")
+            self._heard()
+            try:
+                async with asyncio.timeout(self._poll_seconds):
+                    await self._poke.wait()
+            except TimeoutError:
+                continue
+            await asyncio.sleep(min(0.1, self._poll_seconds))  # Many requests make one question.
+
+    async def look(self, wanted: Callable[[], frozenset[str]]) -> None:
+        """Asks once. Raises BackendAway."""
+        asked_at = time.monotonic()
+        self.conditions = await self.backend.conditions()
+        listed = await self.backend.grants()
+        self._listed, self._listed_at, self.away = listed, asked_at, ""
+        known = wanted()
+        for grant_id, status in listed.items():
+            if grant_id not in known and status.state != "ended":
+                log.warning("grant %s (%s) belongs to no job and is given back", grant_id, status.native or "no name")
+                await self.backend.release(grant_id)
+
+
+def _grant(job: Job, part: int) -> Grant:
+    assert job.placement is not None
+    held = tuple(
+        NodeShare(node, Resources(*(int(amount) for amount in row)), gpu_indices(mask))
+        for node, (row, mask) in shares(job, part).items()
+    )
+    return Grant(job.id, part, job.spec.display_name, held, job.placement.domain)

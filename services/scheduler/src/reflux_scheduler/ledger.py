@@ -1,0 +1,222 @@
+"""Owns the plan: who is booked where, who still stands in room that is promised to others, which nodes take work.
+
+The plan (`room`) is ahead of the machines: a preempted or migrating job leaves it when that is decided, and goes on
+standing in its old room until its processes are gone. Its successor is booked meanwhile and starts when nobody stands
+in its way. What is booked follows from the stored jobs alone (`sync`), so a restart finds the same plan.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+import numpy as np
+
+from reflux_placement.errors import Occupied
+from reflux_placement.gang import Assignment
+from reflux_placement.room import Holding, Room, gpu_indices
+from reflux_placement.topology import NODE, Ints, Topology
+from reflux_scheduler.job import Job, Placement, RolePlaces, Seat
+
+
+class Ledger:
+    """Bookings of all jobs on one topology, by resource name ("jobs/..."), which is how the policy calls them too."""
+
+    def __init__(self, topology: Topology) -> None:
+        self.topology = topology
+        self.room = Room(topology)
+        self._planned: dict[str, Placement] = {}
+        self._standing: dict[str, list[Holding]] = {}
+        self._names = [node.name for node in topology.nodes]
+
+    def sync(self, job: Job) -> None:
+        """Brings bookings in line with a job. Raises LookupError or Occupied when its places are not there."""
+        planned = planned_placement(job)
+        if self._planned.get(job.name) is not planned:
+            self.room.release(job.name)
+            self._planned.pop(job.name, None)
+            if planned is not None:
+                self.room.restore(job.name, self.holding(job, planned))
+                self._planned[job.name] = planned
+        standing = _left_places(job)
+        if standing or job.name in self._standing:
+            self._standing[job.name] = [self.holding(job, each) for each in standing]
+            if not standing:
+                del self._standing[job.name]
+
+    def take(self, job: Job, assignment: Assignment, part: int) -> Placement:
+        """Books a decided assignment and picks GPUs; members that stay where they are keep theirs.
+
+        Args:
+            job: the job, with its places when it has some.
+            assignment: where it goes.
+            part: number of the grant of members that are new or move.
+
+        Raises:
+            Occupied: some node has too little free; the bookings are as before.
+        """
+        before = self.room.holdings.get(job.name)
+        demand = job.spec.demand()
+        self.room.release(job.name)
+        try:
+            holding = self.room.take(job.name, demand, assignment, keep=before)
+        except Occupied:
+            if before is not None:
+                self.room.restore(job.name, before)
+            raise
+        placement = self._placement(job, holding, part)
+        self._planned[job.name] = placement
+        return placement
+
+    def undo(self, job: Job) -> None:
+        """Takes the bookings of a job back to what is stored, after a write that failed."""
+        self._planned.pop(job.name, None)
+        self.room.release(job.name)
+        self.sync(job)
+
+    def in_the_way(self, job: Job) -> str:
+        """A job that still stands in room that is promised to this one; empty when there is none."""
+        mine = self.room.holdings.get(job.name)
+        if mine is None or not self._standing:
+            return ""
+        others = self._standing
+        touched = np.unique(mine.node_M)
+        over_NR = self.room.free_NR.copy()
+        for holdings in others.values():
+            for holding in holdings:
+                np.subtract.at(over_NR, holding.node_M, _needs(holding))
+        short = bool((over_NR[touched] < 0).any())
+        own = dict(zip(*_masks(mine), strict=True))
+        for other, holdings in others.items():
+            for holding in holdings:
+                if short and np.isin(holding.node_M, touched).any():
+                    return other
+                if any(own.get(node, 0) & mask for node, mask in zip(*_masks(holding), strict=True)):
+                    return other
+        return ""
+
+    def holding(self, job: Job, placement: Placement) -> Holding:
+        """The booking of stored places. Raises LookupError for a node that the topology does not have."""
+        nodes = {places.role: self._indices(places.nodes) for places in placement.roles}
+        level = placement.level if placement.level in self.topology.levels else self.topology.levels[-1]
+        assignment = Assignment(level, 0, nodes)
+        gpus = [mask for places in _in_order(job, placement) for mask in places.gpus]
+        node_M = np.concatenate([nodes[places.role] for places in _in_order(job, placement)])
+        return Holding(job.spec.demand(), assignment, node_M, np.array(gpus, dtype=np.int64))
+
+    def free_on(self, index: int) -> tuple[int, int, int]:
+        """GPUs, thousandths of a CPU and bytes that nobody is booked for on a node, whether or not it takes work."""
+        gpus, millicpus, memory_bytes = self.room.free_NR[index].tolist()
+        return gpus, millicpus, memory_bytes
+
+    def _indices(self, names: Iterable[str]) -> Ints:
+        index_of = self.topology.index_of
+        return np.array([index_of(name) for name in names], dtype=np.int64)
+
+    def _placement(self, job: Job, holding: Holding, part: int) -> Placement:
+        domain = self.topology.domains(holding.assignment.level)[holding.assignment.domain]
+        roles, start = [], 0
+        for demand in holding.demand.roles:
+            indices = holding.assignment.nodes.get(demand.role)
+            count = 0 if indices is None else len(indices)
+            names = self._names
+            nodes = tuple([names[index] for index in holding.node_M[start : start + count].tolist()])
+            gpus = tuple(holding.gpus_M[start : start + count].tolist())
+            roles.append(RolePlaces(demand.role, nodes, gpus, _parts(job, demand.role, nodes, gpus, part)))
+            start += count
+        return Placement(domain.level, domain.label, tuple(roles))
+
+
+def planned_placement(job: Job) -> Placement | None:
+    """Where the plan has a job: nowhere once it is on its way back into the queue."""
+    if job.final:
+        return None
+    if job.ending is not None and job.ending.state == "PENDING":
+        return job.next_placement
+    return job.placement
+
+
+def shares(job: Job, part: int) -> dict[str, tuple[Ints, int]]:
+    """What one grant of a job holds per node: resources as a row, and its GPUs as a mask."""
+    assert job.placement is not None
+    each = {role.name: np.array(role.each.row, dtype=np.int64) for role in job.spec.roles}
+    sums: dict[str, tuple[Ints, int]] = {}
+    for seat in job.placement.seats():
+        if seat.part == part:
+            row, mask = sums.get(seat.node, (np.zeros(3, dtype=np.int64), 0))
+            sums[seat.node] = (row + each[seat.role], mask | seat.gpus)
+    return sums
+
+
+def gpus_on(job: Job, seat: Seat) -> tuple[int, ...]:
+    """All GPUs that a member's grant holds on its node, ascending."""
+    assert job.placement is not None
+    mask = 0
+    for each in job.placement.seats():
+        if each.node == seat.node and each.part == seat.part:
+            mask |= each.gpus
+    return gpu_indices(mask)
+
+
+def _parts(job: Job, role: str, nodes: tuple[str, ...], gpus: tuple[int, ...], part: int) -> tuple[int, ...]:
+    """The part of every member: its own where it stays, `part` where it is new."""
+    old = next((places for places in job.placement.roles if places.role == role), None) if job.placement else None
+    if old is None or job.ending is not None:
+        return (part,) * len(nodes)
+    kept = len(old.nodes)
+    return tuple(
+        old.parts[rank] if rank < kept and (old.nodes[rank], old.gpus[rank]) == (node, mask) else part
+        for rank, (node, mask) in enumerate(zip(nodes, gpus, strict=True))
+    )
+
+
+def _left_places(job: Job) -> list[Placement]:
+    """Places that the plan has given away and whose processes may still run."""
+    places: list[Placement] = []
+    if job.final:
+        return places
+    if job.ending is not None and job.ending.state == "PENDING" and job.placement is not None:
+        places.append(job.placement)
+    for seat in job.retiring:
+        places.append(Placement(NODE, "", (RolePlaces(seat.role, (seat.node,), (seat.gpus,), (seat.part,)),)))
+    return places
+
+
+def _in_order(job: Job, placement: Placement) -> list[RolePlaces]:
+    """Places in the order of the job's roles, as bookings have them; roles without members left out."""
+    by_role = {places.role: places for places in placement.roles}
+    return [by_role[role.name] for role in job.spec.roles if role.name in by_role and by_role[role.name].nodes]
+
+
+def _needs(holding: Holding) -> Ints:
+    rows = [
+        np.broadcast_to(np.array(role.each.row, dtype=np.int64), (len(holding.assignment.nodes[role.role]), 3))
+        for role in holding.demand.roles
+        if len(holding.assignment.nodes.get(role.role, ()))
+    ]
+    return np.concatenate(rows)
+
+
+def _masks(holding: Holding) -> tuple[list[int], list[int]]:
+    """Nodes of a booking and the GPUs that it has on each."""
+    by_node: dict[int, int] = {}
+    for node, mask in zip(holding.node_M.tolist(), holding.gpus_M.tolist(), strict=True):
+        by_node[node] = by_node.get(node, 0) | mask
+    return list(by_node), list(by_node.values())
+
+
+def renumbered(placement: Placement, part: int) -> Placement:
+    """The same places, all in one part."""
+    roles = tuple(replace(places, parts=(part,) * len(places.nodes)) for places in placement.roles)
+    return replace(placement, roles=roles)
+
+
+def usage(jobs: Mapping[str, Job]) -> dict[str, Ints]:
+    """What the placed jobs of each queue hold, as rows of GPUs, thousandths of a CPU, bytes."""
+    sums: dict[str, Ints] = {}
+    for job in jobs.values():
+        placement = planned_placement(job)
+        if placement is None:
+            continue
+        each = {role.name: np.array(role.each.row, dtype=np.int64) for role in job.spec.roles}
+        row = sum((each[places.role] * len(places.nodes) for places in placement.roles), np.zeros(3, dtype=np.int64))
+        sums[job.spec.queue] = sums.get(job.spec.queue, np.zeros(3, dtype=np.int64)) + row
+    return sums

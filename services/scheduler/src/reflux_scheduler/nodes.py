@@ -1,0 +1,131 @@
+"""Owns what is known of the nodes: who may take work, who is drained, who flaps, who is held back as a spare."""
+
+import logging
+from collections.abc import Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from reflux_placement.policy import health as damping
+from reflux_placement.policy.health import HEALTHY, NodeHealth
+from reflux_placement.policy.spares import SpareRule, refresh
+from reflux_placement.policy.view import NodeState
+from reflux_placement.room import Room
+from reflux_placement.topology import Topology
+from reflux_scheduler.backends.base import NodeCondition
+
+log = logging.getLogger(__name__)
+
+
+class Nodes:
+    """States by name. Times are Unix times in seconds, because health outlives the process."""
+
+    def __init__(self, topology: Topology, rule: SpareRule) -> None:
+        self._topology = topology
+        self._rule = rule
+        self._known: dict[str, NodeCondition] = {}
+        self._health: dict[str, NodeHealth] = {}
+        self._unsaved: set[str] = set()
+        self._returned: set[int] = set()
+        self.drains: dict[str, str] = {}
+        self.spares: frozenset[int] = frozenset()
+        self.states: dict[int, NodeState] = {}
+        """Nodes that are not up, by index."""
+
+        self.closed: frozenset[str] = frozenset()
+        """Nodes in doubt: no new work for now, but nothing is lost."""
+
+    def restore(self, drains: Mapping[str, str], health: Mapping[str, Mapping[str, bool | int | float]]) -> None:
+        """Takes over what the last scheduler knew."""
+        self.drains = {node: why for node, why in drains.items() if node in self._topology}
+        for node, values in health.items():
+            try:
+                self._health[node] = NodeHealth.from_plain(values)
+            except TypeError:
+                log.warning("what is stored of node %s was written by another version and is forgotten", node)
+
+    def look(
+        self, conditions: Mapping[str, NodeCondition], doubted: frozenset[str], lost: Mapping[str, str], now: float
+    ) -> bool:
+        """Takes in what the cluster and the agents say; whether the policy has anything new to think of.
+
+        Args:
+            conditions: what the backend says of every node; a node that is missing is down.
+            doubted: nodes whose agents are silent, but not for long.
+            lost: nodes that are down although the backend may not say so yet, and why.
+            now: Unix time.
+        """
+        states: dict[int, NodeState] = {}
+        for index, node in enumerate(self._topology.nodes):
+            name = node.name
+            condition = conditions.get(name, _UNKNOWN)
+            if name in lost:
+                condition = NodeCondition("down", lost[name])
+            if condition != self._known.get(name) or name in self._health or name in self.drains:
+                state = self._seen(index, name, condition, now)
+                if state != "up":
+                    states[index] = state
+        changed = states != self.states or doubted != self.closed
+        self.states, self.closed = states, doubted
+        return changed
+
+    def apply(self, room: Room) -> None:
+        """Opens and closes nodes of a room, and says anew who is a spare."""
+        self.spares = refresh(room, self._rule, self.states, self.spares, self._returned)
+        self._returned.clear()
+        room.open_N = self.open_nodes()
+
+    def open_nodes(self) -> NDArray[np.bool_]:
+        """Which nodes take new work."""
+        open_N = damping.open_nodes(self._topology, self.states, self.spares)
+        for name in self.closed:
+            open_N[self._topology.index_of(name)] = False
+        return open_N
+
+    def state(self, node: str) -> tuple[NodeState, str]:
+        """A node's state and why it is not up."""
+        state = self.states.get(self._topology.index_of(node), "up")
+        if state == "draining":
+            return state, self.drains.get(node) or self._known.get(node, _UNKNOWN).reason
+        if state == "flapping":
+            return state, f"was lost {self._health[node].failures} times"
+        return state, self._known.get(node, _UNKNOWN).reason if state != "up" else ""
+
+    def absent(self, most: int = 5) -> str:
+        """Nodes that are away, as the end of a sentence; empty when there are none."""
+        names = [node.name for index, node in enumerate(self._topology.nodes) if self._is_away(index, node.name)]
+        if not names:
+            return ""
+        return f"; {len(names)} node(s) are away: {', '.join(names[:most])}{', ...' if len(names) > most else ''}"
+
+    def _is_away(self, index: int, name: str) -> bool:
+        return name in self.closed or self.states.get(index) == "down"
+
+    def unsaved(self) -> dict[str, dict[str, bool | int | float]]:
+        """Health that changed since the last call, in plain form."""
+        nodes, self._unsaved = self._unsaved, set()
+        return {node: self._health[node].to_plain() for node in nodes}
+
+    def _seen(self, index: int, name: str, condition: NodeCondition, now: float) -> NodeState:
+        reachable = condition.state != "down"
+        before = self._known.get(name)
+        self._known[name] = condition
+        health = self._health.get(name, HEALTHY)
+        if before is None and name not in self._health:
+            # A first look is no failure: the node may never have been up.
+            health = NodeHealth(reachable=reachable, at=now)
+        after = damping.observe(health, reachable=reachable, now=now)
+        after = damping.drain(after, name in self.drains or condition.state == "draining")
+        if after.failures != health.failures or after.reachable != health.reachable:
+            self._unsaved.add(name)
+        if after.reachable and not health.reachable:
+            self._returned.add(index)
+        state = damping.state_of(after, now)
+        if state == "up" and after.penalty < 1.0:
+            self._health.pop(name, None)
+        else:
+            self._health[name] = after
+        return state
+
+
+_UNKNOWN = NodeCondition("down", "the cluster does not know it")

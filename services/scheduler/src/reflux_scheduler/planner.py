@@ -1,0 +1,274 @@
+"""Owns the cycle: shows the policy the world, and turns what it decides into changes of jobs."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from reflux_placement.errors import Occupied
+from reflux_placement.gang import Assignment, GangDemand
+from reflux_placement.policy.config import PolicyConfig
+from reflux_placement.policy.cycle import DEFAULT_CONFIG, decide
+from reflux_placement.policy.view import (
+    Action,
+    Ask,
+    Decision,
+    Live,
+    Migrate,
+    Preempt,
+    Queue,
+    Replace,
+    Requeue,
+    Resize,
+    Start,
+    View,
+    Wait,
+)
+from reflux_scheduler import jobs
+from reflux_scheduler.book import Book
+from reflux_scheduler.claims import Claims
+from reflux_scheduler.job import Job, Part, Placement
+from reflux_scheduler.ledger import Ledger, planned_placement
+from reflux_scheduler.metrics import Metrics
+from reflux_scheduler.nodes import Nodes
+
+log = logging.getLogger(__name__)
+
+MOVABLE_SECONDS = 60.0
+"""A checkpoint counts as at hand for this long: a migration loses at most that much work."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rules:
+    """How the cycle decides: the queues and the policy's knobs."""
+
+    queues: Mapping[str, Queue]
+    config: PolicyConfig = DEFAULT_CONFIG
+    shared_agents: bool = True
+    """Rooms need no asking (backend `local`); elsewhere a gang never shrinks below what its first grant holds."""
+
+
+class Planner:
+    """One cycle after the other; holds nothing but why jobs wait, and room that is kept for jobs."""
+
+    def __init__(
+        self, book: Book, ledger: Ledger, nodes: Nodes, rules: Rules, claims: Claims, metrics: Metrics
+    ) -> None:
+        self._book = book
+        self._ledger = ledger
+        self._nodes = nodes
+        self._rules = rules
+        self._claims = claims
+        self._metrics = metrics
+        self.waits: dict[str, Wait] = {}
+        """Why pending jobs wait, as of the last cycle."""
+
+    def view(self, now: float) -> View:
+        """What the policy looks at, with a room of its own."""
+        everything = self._book.jobs.values()
+        pending = sorted((job for job in everything if job.state == "PENDING"), key=lambda job: job.number)
+        live = {job.name: self._live(job, now) for job in everything if job.name in self._ledger.room.holdings}
+        return View(
+            room=self._ledger.room.copy(),
+            pending=[_ask(job, job.spec.demand()) for job in pending],
+            live=live,
+            queues=self._rules.queues,
+            nodes=self._nodes.states,
+            spares=self._nodes.spares,
+            claims=self._claims.current(self._ledger.topology),
+            now=now,
+        )
+
+    async def cycle(self) -> None:
+        """Decides and carries out. Raises RedisError or NotLeading; what was carried out until then stays."""
+        self._nodes.apply(self._ledger.room)
+        view = self.view(time.time())
+        places = {job.name: planned_placement(job) for job in self._book.jobs.values() if not job.final}
+        began = time.monotonic()
+        decision = await asyncio.to_thread(decide, view, self._rules.config)
+        self._metrics.decided(time.monotonic() - began)
+        await self._claims.store(decision.claims)
+        for action in decision.actions:
+            try:
+                await self._carry_out(action, places)
+            except Occupied as error:
+                # Something was given back or taken while the policy was thinking: the next cycle sees it.
+                log.info("%s is not carried out: %s", type(action).__name__, error)
+        await self._leave_lost(decision)
+        await self._say_waits(decision)
+
+    async def _carry_out(self, action: Action, places: Mapping[str, Placement | None]) -> None:
+        """One action, unless its job has changed since the policy looked."""
+        match action:
+            case Start():
+                await self._start(action)
+            case Preempt():
+                if all(self._same(job, places) for job in action.victims):
+                    await self._preempt(action)
+            case Resize() if self._same(action.job, places):
+                await self._move(action.job, action.assignment, "resized", action.why)
+            case Replace() if self._same(action.job, places):
+                await self._move(action.job, action.assignment, "replaced", action.why)
+            case Requeue() if self._same(action.job, places):
+                await self._requeue(action.job, action.why)
+            case Migrate() if all(self._same(job, places) for job, _ in action.moves):
+                await self._migrate(action)
+            case _:
+                log.info("%s came too late: its job has changed", type(action).__name__)
+
+    def _same(self, name: str, places: Mapping[str, Placement | None]) -> bool:
+        job = self._book.jobs.get(_id(name))
+        return job is not None and job.ending is None and job.placement is places.get(name)
+
+    async def _start(self, action: Start) -> None:
+        job = self._book.jobs.get(_id(action.job))
+        if job is None or job.state != "PENDING":
+            return
+
+        def place(job: Job, placement: Placement) -> Job:
+            if job.state != "PENDING":
+                return job
+            return jobs.placed(self._with_part(job), placement, time.time(), action.why)
+
+        job = await self._book_and_change(job, action.assignment, place)
+        if job.placement is not None:
+            self.waits.pop(job.name, None)
+            self._metrics.placed(job, backfilled=action.backfilled)
+
+    async def _preempt(self, action: Preempt) -> None:
+        cause, by = f"preempted for {action.beneficiary}: {action.why}", action.beneficiary
+        now = time.time()
+        await self._book.change_all(
+            {_id(victim): lambda job: jobs.requeue(job, cause, now, preempted_by=by) for victim in action.victims}
+        )
+        self._metrics.preempted(len(action.victims), action.lost_seconds)
+
+    async def _requeue(self, name: str, why: str) -> None:
+        await self._book.change(_id(name), lambda job: jobs.requeue(job, why, time.time()))
+
+    async def _move(self, name: str, assignment: Assignment, kind: str, why: str) -> None:
+        job = self._book.get(_id(name))
+        if job.state == "PLACED":
+            # Nothing runs yet; the cluster was asked for other nodes.
+            await self._requeue(name, why)
+            return
+
+        def move(job: Job, placement: Placement) -> Job:
+            if job.final or job.ending is not None:
+                return job
+            uses_part = any(job.next_part in places.parts for places in placement.roles)
+            return jobs.moved(self._with_part(job) if uses_part else job, placement, kind, why, time.time())
+
+        await self._book_and_change(job, assignment, move)
+
+    async def _migrate(self, action: Migrate) -> None:
+        """All movers leave the plan before the first takes its new place: they may swap places."""
+        moving = [self._book.get(_id(name)) for name, _ in action.moves]
+        cause = f"migrates so that {action.beneficiary} fits: {action.why}"
+        now = time.time()
+        try:
+            for job in moving:
+                self._ledger.room.release(job.name)
+            places = {
+                job.id: self._ledger.take(job, assignment, job.next_part)
+                for job, (_, assignment) in zip(moving, action.moves, strict=True)
+            }
+            await self._book.change_all(
+                {job.id: lambda job: jobs.requeue(job, cause, now, then=places[job.id]) for job in moving}
+            )
+        finally:
+            for job in moving:
+                if self._book.get(job.id).next_placement is None:
+                    self._ledger.room.release(job.name)
+            for job in moving:
+                if self._book.get(job.id).next_placement is None:
+                    self._ledger.undo(self._book.get(job.id))
+
+    async def _book_and_change(
+        self, job: Job, assignment: Assignment, transition: Callable[[Job, Placement], Job]
+    ) -> Job:
+        """Books first, stores then; a change that is not stored, or not wanted any more, leaves the plan as it was."""
+        placement = self._ledger.take(job, assignment, job.next_part)
+        try:
+            return await self._book.change(job.id, lambda job: transition(job, placement))
+        finally:
+            if planned_placement(self._book.get(job.id)) is not placement:
+                self._ledger.undo(self._book.get(job.id))
+
+    def _with_part(self, job: Job) -> Job:
+        """The job with one more grant to ask for, where rooms have to be asked for."""
+        if self._rules.shared_agents:
+            return job
+        return replace(job, parts=(*job.parts, Part(job.next_part)), next_part=job.next_part + 1)
+
+    async def _leave_lost(self, decision: Decision) -> None:
+        """A gang with lost members that the policy did nothing about goes back into the queue: it holds room and does
+        nothing."""
+        for job in list(self._book.jobs.values()):
+            if job.ending is None and job.placement is not None and not job.final:
+                lost = [status for status in job.members.values() if status.state == "lost"]
+                if lost:
+                    await self._requeue(job.name, f"{lost[0].label} was lost: {lost[0].message}")
+
+    async def _say_waits(self, decision: Decision) -> None:
+        self.waits = dict(decision.waits)
+        absent = self._nodes.absent()
+        for name, wait in decision.waits.items():
+            job = self._book.jobs.get(_id(name))
+            text = f"waits: {wait.sentence}{absent}"
+            if job is not None and job.state == "PENDING" and wait.sentence and job.message != text:
+                await self._book.change(job.id, lambda job, text=text: _waits(job, text))
+
+    def _live(self, job: Job, now: float) -> Live:
+        demand = job.spec.demand()
+        if not self._rules.shared_agents:
+            demand = _not_below_first_part(job, demand)
+        started = job.running_at or job.started_at or job.placed_at or now
+        settled_here = job.state == "RUNNING" and job.ending is None and not job.retiring
+        return Live(
+            ask=replace(
+                _ask(job, demand),
+                preemptible=not job.spec.protected and job.ending is None,
+                # One that is ending will be gone as soon as its members are.
+                expected_seconds=now - started + 1.0 if job.ending is not None else job.spec.expected_seconds,
+            ),
+            started_at=started,
+            saved_at=max(started, job.saved_at),
+            movable=settled_here and job.saved_at > started and now - job.saved_at <= MOVABLE_SECONDS,
+        )
+
+
+def _ask(job: Job, demand: GangDemand) -> Ask:
+    spec = job.spec
+    return Ask(
+        job=job.name,
+        number=job.number,
+        gang=demand,
+        submitted_at=job.created_at,
+        queue=spec.queue,
+        priority=spec.priority,
+        preemptible=not spec.protected,
+        expected_seconds=spec.expected_seconds,
+        min_run_seconds=spec.min_run_seconds,
+    )
+
+
+def _id(name: str) -> str:
+    return name.removeprefix("jobs/")
+
+
+def _waits(job: Job, text: str) -> Job:
+    return jobs.waiting(job, text) if job.state == "PENDING" else job
+
+
+def _not_below_first_part(job: Job, demand: GangDemand) -> GangDemand:
+    """A grant cannot be given back in pieces: members of the first part stay until the job ends."""
+    if job.placement is None or all(role.most == role.least for role in demand.roles):
+        return demand
+    first = min((part.number for part in job.parts), default=0)
+    kept = {places.role: sum(part == first for part in places.parts) for places in job.placement.roles}
+    roles = tuple(
+        replace(role, min_count=max(role.least, min(kept.get(role.role, 0), role.count))) for role in demand.roles
+    )
+    return replace(demand, roles=roles)
