@@ -25,6 +25,14 @@ KINDS = {
     ("resource.nvidia.com", "v1beta1", "computedomains"): "ComputeDomain",
 }
 WITH_FINALIZER = {"jobsets": "foregroundDeletion", "leaderworkersets": "foregroundDeletion", "pods": "test/kubelet"}
+_RIGHTS = {
+    "LIST": "list",
+    "WATCH": "watch",
+    "FETCH": "get",
+    "CREATE": "create",
+    "UPDATE": "patch",
+    "DELETE": "delete",
+}
 _VERBS = {"get", "list", "watch", "create", "patch", "delete", "update"}
 
 
@@ -66,6 +74,9 @@ class Api(kmock.KubernetesEmulator):
         self.page = 500
         self.calls: list[tuple[str, str]] = []
         self.authorizations: list[str] = []
+        self.rights: set[tuple[str, str, str, str]] = set()
+        """(verb, group, plural, namespace) of all that clients did, controllers and kubelets not counted."""
+
         self.refusals: dict[tuple[str, str], tuple[int, str]] = {}
         """(HTTP method, plural) -> (status, message) of calls that are refused."""
 
@@ -80,10 +91,14 @@ class Api(kmock.KubernetesEmulator):
     async def _handle(self, request):
         while self.silent.is_set():
             await asyncio.sleep(0.02)
+        del self._requests[:-1]  # kmock searches all past requests for every filter of every request
         self.authorizations.append(request.headers.get("Authorization", ""))
         if request.resource is not None:
             plural = request.resource.plural
             self.calls.append((str(request.method.value), plural))
+            if "kmock" not in request.headers.get("User-Agent", ""):
+                scope = (request.resource.group, plural, request.namespace or "")
+                self.rights.add((_RIGHTS[request.action.value], *scope))
             refusal = self.refusals.get((str(request.method.value), plural))
             if refusal is not None:
                 raise KubernetesError(status=refusal[0], reason="Refused", message=refusal[1], details={})

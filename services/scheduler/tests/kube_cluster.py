@@ -28,13 +28,15 @@ POD_UID = "TEST_POD_UID"
 
 Spawn = Callable[[list[str], dict[str, str], Path], int]
 _PR_SET_PDEATHSIG = 1
+_processes: list[subprocess.Popen[bytes]] = []
+"""Kept, because the next Popen would reap those that nobody holds, and take their exit status with it."""
 
 
 def spawn_process(argv: list[str], environment: dict[str, str], log: Path) -> int:
     """Starts a process that dies with this one; its exit status can be waited for."""
     libc = ctypes.CDLL(None)
     with log.open("ab") as output:
-        return subprocess.Popen(
+        process = subprocess.Popen(
             argv,
             env=environment,
             stdin=subprocess.DEVNULL,
@@ -42,7 +44,9 @@ def spawn_process(argv: list[str], environment: dict[str, str], log: Path) -> in
             stderr=output,
             start_new_session=True,
             preexec_fn=lambda: libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL),
-        ).pid
+        )
+    _processes.append(process)
+    return process.pid
 
 
 def processes_of(uid: str) -> list[int]:

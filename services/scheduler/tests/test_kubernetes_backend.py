@@ -1,46 +1,30 @@
 """The Kubernetes backend against an emulated API server; pods are real processes."""
 
 import asyncio
-import contextlib
 import json
+import ssl
 import time
 
 import pytest
 from kube_api import NAMESPACE, stamp
 from kube_cluster import HANG_SECONDS, Cluster
+from kube_world import LAUNCH, SECRET, backend, grant, until, until_answered, until_granted
 
 from reflux_kit.errors import StartupError
 from reflux_placement.topology import Resources
-from reflux_scheduler.backends.contract import AgentLaunch, BackendAway, Grant, GrantRefused, GrantStatus, NodeShare
+from reflux_scheduler.backends.base import AgentLaunch, BackendAway, Grant, GrantRefused, GrantStatus, NodeShare
 from reflux_scheduler.backends.kubernetes.backend import KubernetesBackend
 from reflux_scheduler.backends.kubernetes.settings import KubernetesSettings
 
 UUID = "7b968a6d-c8aa-45e1-9e07-e1e51be99c31"
-SECRET = "only-in-the-secret"
-LAUNCH = AgentLaunch(("sh", "-c", "env; exec sleep 600"), {"REFLUX_STACK_SECRET": SECRET})
+TLS_CONTEXT = ssl.create_default_context()
 JOBSETS = f"/apis/jobset.x-k8s.io/v1alpha2/namespaces/{NAMESPACE}/jobsets"
 
 
-def grant(*nodes: str, job: str = "ab12", part: int = 0, gpus: int = 4) -> Grant:
-    return Grant(job, part, "test", tuple(NodeShare(node, Resources(gpus=gpus)) for node in nodes))
-
-
-def backend(where: Cluster, launch: AgentLaunch = LAUNCH, **fields) -> KubernetesBackend:
-    return KubernetesBackend(KubernetesSettings(url=where.url, namespace=NAMESPACE, **fields), launch)
-
-
-async def until(asked: KubernetesBackend, grant_id: str, condition) -> GrantStatus:
-    """Asks until the grant's status fulfils a condition; None is a grant that is not listed."""
-    async with asyncio.timeout(HANG_SECONDS):
-        while True:
-            status = (await asked.grants()).get(grant_id)
-            if condition(status):
-                return status
-            await asyncio.sleep(0.02)
-
-
-async def until_granted(asked: KubernetesBackend, grant_id: str = "ab12-0") -> GrantStatus:
-    return await until(asked, grant_id, lambda status: status is not None and status.state == "granted")
+@pytest.fixture(autouse=True)
+def one_tls_context(monkeypatch):
+    """The client reads the system's certificates for every connection, for plain HTTP as well: 20 ms each time."""
+    monkeypatch.setattr(ssl, "create_default_context", lambda **_: TLS_CONTEXT)
 
 
 @pytest.fixture
@@ -278,26 +262,20 @@ async def test_the_api_server_is_away_and_comes_back(cluster):
             await asked.request(grant("n1", job="cd34"))
         assert len(cluster.processes()) == 1, "agents do not depend on the API server"
         await cluster.up()
-        async with asyncio.timeout(HANG_SECONDS):
-            while True:
-                with contextlib.suppress(BackendAway):
-                    status = (await asked.grants()).get("ab12-0")
-                    break
-                await asyncio.sleep(0.02)
+        status = (await until_answered(asked))["ab12-0"]
         assert status.state == "ended", "it was to be released when the server went away"
         await until(asked, "ab12-0", lambda status: status is None)
 
 
 async def test_a_server_that_does_not_answer_is_away_when_the_deadline_is_over(cluster):
     async with backend(cluster, call_seconds=0.2) as asked:
-        assert await asked.grants() == {}
+        assert await until_answered(asked) == {}
         cluster.api.silent.set()
-        begun = time.monotonic()
-        with pytest.raises(BackendAway, match="does not answer"):
-            await asked.grants()
-        assert time.monotonic() - begun < HANG_SECONDS
+        async with asyncio.timeout(HANG_SECONDS):
+            with pytest.raises(BackendAway, match="does not answer"):
+                await asked.grants()
         cluster.api.silent.clear()
-        await until(asked, "none", lambda status: status is None)
+        assert await until_answered(asked) == {}
 
 
 async def test_a_watch_that_is_too_old_is_listed_again(cluster):

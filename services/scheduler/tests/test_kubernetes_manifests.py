@@ -17,7 +17,7 @@ from kube_api import Api
 from kube_schema import check_manifest, check_model
 
 from reflux_placement.topology import Resources
-from reflux_scheduler.backends.contract import AgentLaunch, Grant, GrantRefused, NodeShare
+from reflux_scheduler.backends.base import AgentLaunch, Grant, GrantRefused, NodeShare
 from reflux_scheduler.backends.kubernetes.kueue import topology_annotations
 from reflux_scheduler.backends.kubernetes.manifests import owned_by, render
 from reflux_scheduler.backends.kubernetes.names import MAX_BASE, base_name, label_value, parse_quantity
@@ -191,6 +191,13 @@ def test_the_stack_secret_is_in_the_secret_and_nowhere_else():
         assert text not in json.dumps(bundle.workloads)
     (container,) = pods(bundle)[0]["spec"]["containers"]
     assert container["envFrom"] == [{"secretRef": {"name": secret["metadata"]["name"]}}]
+
+
+def test_agents_get_what_belongs_to_the_stack_and_not_what_belongs_to_the_schedulers_pod():
+    mine = {"PATH": "/bin", "HOSTNAME": "scheduler", "REFLUX_ADVERTISE_HOST": "scheduler", "BASH_FUNC_x%%": "() { :; }"}
+    launch = AgentLaunch(LAUNCH.argv, {**LAUNCH.environment, **mine, "OTEL_SERVICE_NAME": "agent"})
+    (secret,) = render(grant("gb-0-0"), launch, KubernetesSettings(), labels()).dependents
+    assert set(secret["data"]) == {*LAUNCH.environment, "OTEL_SERVICE_NAME"}
 
 
 def test_exclusive_topology_stands_on_the_job_and_not_on_the_pod():

@@ -18,7 +18,7 @@ from typing import Any
 import aiohttp
 
 from reflux_kit.errors import StartupError
-from reflux_scheduler.backends.contract import BackendAway
+from reflux_scheduler.backends.base import BackendAway
 from reflux_scheduler.backends.kubernetes.settings import KubernetesSettings
 
 Object = dict[str, Any]

@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from reflux_placement.sources.labels import topology_from_labels
 from reflux_placement.topology import NOTHING, Resources, Topology
-from reflux_scheduler.backends.contract import (
+from reflux_scheduler.backends.base import (
     AgentLaunch,
     Backend,
     BackendAway,

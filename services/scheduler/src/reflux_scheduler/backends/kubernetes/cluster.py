@@ -6,7 +6,7 @@ from typing import Any
 
 from reflux_placement.sources.labels import LabelledNode
 from reflux_placement.topology import NOTHING, Resources
-from reflux_scheduler.backends.contract import NodeCondition
+from reflux_scheduler.backends.base import NodeCondition
 from reflux_scheduler.backends.kubernetes.names import labels, parse_quantity
 from reflux_scheduler.backends.kubernetes.settings import KubernetesSettings, Toleration
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from reflux_placement.sources.labels import NVLINK_CLIQUE, domain_name
 from reflux_placement.topology import Resources
-from reflux_scheduler.backends.contract import AgentLaunch, Grant, GrantRefused, NodeShare
+from reflux_scheduler.backends.base import AgentLaunch, Grant, GrantRefused, NodeShare
 from reflux_scheduler.backends.kubernetes import kueue, names
 from reflux_scheduler.backends.kubernetes.pods import AgentPod, Manifest, pod_template
 from reflux_scheduler.backends.kubernetes.settings import KubernetesSettings
@@ -15,6 +15,9 @@ Labels = Mapping[str, Mapping[str, str]]
 """Labels of every node, by node name."""
 
 _JOBSET_EXCLUSIVE = "alpha.jobset.sigs.k8s.io/exclusive-topology"
+_NOT_PASSED = frozenset({"REFLUX_ADVERTISE_HOST", "REFLUX_STATE_DIR"})
+"""They say where the scheduler is; agents are somewhere else."""
+
 _LWS_EXCLUSIVE = "leaderworkerset.sigs.k8s.io/exclusive-topology"
 
 
@@ -219,7 +222,11 @@ def _leader_worker_set(
 
 
 def _secret(grant: Grant, launch: AgentLaunch, settings: KubernetesSettings, base: str) -> Manifest:
-    data = {key: base64.b64encode(value.encode()).decode() for key, value in sorted(launch.environment.items())}
+    data = {
+        key: base64.b64encode(value.encode()).decode()
+        for key, value in sorted(launch.environment.items())
+        if key.startswith(settings.pass_environment) and key not in _NOT_PASSED
+    }
     metadata = {"name": base, "namespace": settings.namespace, "labels": _labels(grant, settings)}
     return {
         "apiVersion": names.SECRET.api_version,

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from reflux_scheduler.backends.contract import BackendAway
+from reflux_scheduler.backends.base import BackendAway
 from reflux_scheduler.backends.kubernetes.api import ApiFailure, Expired, KubernetesApi
 
 log = logging.getLogger(__name__)

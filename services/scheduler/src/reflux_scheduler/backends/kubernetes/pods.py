@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from reflux_placement.topology import Resources
-from reflux_scheduler.backends.contract import AgentLaunch
+from reflux_scheduler.backends.base import AgentLaunch
 from reflux_scheduler.backends.kubernetes.names import GRANT_LABEL, HOSTNAME
 from reflux_scheduler.backends.kubernetes.settings import KubernetesSettings
 

@@ -124,6 +124,9 @@ class KubernetesSettings(BaseModel):
     """Port for /metrics; used with `agent_port` only."""
 
     host_network: bool = False
+    pass_environment: tuple[str, ...] = ("REFLUX_", "OTEL_")
+    """How names of variables begin that agents get from the scheduler's environment; the image has the others."""
+
     state_dir: str = "/var/lib/reflux"
     """Folder inside the pod for sockets, caches and logs (an emptyDir)."""
 

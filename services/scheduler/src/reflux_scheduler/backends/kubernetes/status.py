@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from reflux_scheduler.backends.contract import GrantStatus
+from reflux_scheduler.backends.base import GrantStatus
 from reflux_scheduler.backends.kubernetes.names import (
     GRANTED_ANNOTATION,
     NODES_ANNOTATION,
