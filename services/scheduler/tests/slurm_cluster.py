@@ -62,8 +62,8 @@ class Layout:
     gpus: int = 4
     cpus: int = 8
     memory_mib: int = 16000
-    slurmd_timeout_seconds: int = 3
-    kill_wait_seconds: int = 4
+    slurmd_timeout_seconds: int = 4
+    kill_wait_seconds: int = 2
     topology: bool = True
 
     @property
@@ -273,6 +273,7 @@ SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU_Memory
 SchedulerParameters=sched_interval=1,bf_interval=1,sched_min_interval=0,batch_sched_delay=0
 SlurmdTimeout={L.slurmd_timeout_seconds}
+MessageTimeout=3
 KillWait={L.kill_wait_seconds}
 TreeWidth=64
 MpiDefault=none

@@ -17,7 +17,9 @@ _PASSING = re.compile(
     r"submit ?limit|submit jobs? limit|SubmitJob|job count exceeds",
     re.IGNORECASE,
 )
-"""Complaints of Slurm that pass: its controller is away or busy, or a limit of jobs in the queue is reached."""
+"""Complaints about a submission that pass: the controller is away or busy, or a limit of queued jobs is reached."""
+
+_GONE = re.compile(r"invalid job id|already completing|job/step already", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +115,16 @@ def parse_version(text: str) -> Version:
 
 
 def complaint(what: str, text: str) -> BackendAway | GrantRefused:
-    """The error for a call that Slurm answered with a complaint."""
-    said = " ".join(text.split())[:400] or "no reason given"
-    kind = BackendAway if _PASSING.search(said) else GrantRefused
-    return kind(f"{what}: {said}")
+    """The error for a submission that Slurm did not take: for good, or because of something that passes."""
+    kind = BackendAway if _PASSING.search(text) else GrantRefused
+    return kind(f"{what}: {shorten(text)}")
+
+
+def is_gone(text: str) -> bool:
+    """Whether Slurm says that a job to cancel has ended already."""
+    return _GONE.search(text) is not None
+
+
+def shorten(text: str) -> str:
+    """What Slurm said, on one line."""
+    return " ".join(text.split())[:400] or "no reason given"

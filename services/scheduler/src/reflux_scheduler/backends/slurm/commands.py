@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 
 from reflux_placement.sources.hostlist import compress
 from reflux_placement.sources.slurm_nodes import NodeRecord, names_of, parse_nodes_text
-from reflux_scheduler.backends.base import BackendAway, GrantRefused
+from reflux_scheduler.backends.base import BackendAway
 from reflux_scheduler.backends.slurm.client import (
     Component,
     JobOrder,
@@ -17,7 +17,9 @@ from reflux_scheduler.backends.slurm.client import (
     SlurmClient,
     Version,
     complaint,
+    is_gone,
     parse_version,
+    shorten,
 )
 from reflux_scheduler.backends.slurm.job import comment
 from reflux_scheduler.backends.slurm.settings import SlurmSettings
@@ -25,7 +27,10 @@ from reflux_scheduler.backends.slurm.settings import SlurmSettings
 DEFAULT_PATH = "/usr/local/bin:/usr/bin:/bin"
 _QUEUE_FORMAT = "%A|%j|%T|%r|%N|%n|%k"
 _QUEUE_FIELDS = 7
-_GONE = ("invalid job id", "already completing", "job/step already")
+
+
+class _Failed(BackendAway):
+    """A command said no. For all calls but a submission that means: not now."""
 
 
 class CommandClient(SlurmClient):
@@ -43,7 +48,10 @@ class CommandClient(SlurmClient):
 
     async def submit(self, order: JobOrder) -> int:
         argv = sbatch_argv(order, self._settings)
-        answer = await self._run("sbatch", *argv, script=order.script, environment=order.environment)
+        try:
+            answer = await self._run("sbatch", *argv, script=order.script, environment=order.environment)
+        except _Failed as error:
+            raise complaint("sbatch", str(error)) from None
         return int(answer.strip().partition(";")[0])
 
     async def cancel(self, job_ids: Iterable[int]) -> None:
@@ -52,8 +60,8 @@ class CommandClient(SlurmClient):
             return
         try:
             await self._run("scancel", *ids)
-        except GrantRefused as error:
-            if not any(word in str(error).lower() for word in _GONE):
+        except _Failed as error:
+            if not is_gone(str(error)):
                 raise
 
     async def jobs(self, prefix: str) -> list[JobRecord]:
@@ -97,7 +105,7 @@ class CommandClient(SlurmClient):
                     child.kill()
                 await child.wait()
         if child.returncode:
-            raise complaint(program, err.decode(errors="replace"))
+            raise _Failed(f"{program}: {shorten(err.decode(errors='replace'))}")
         return out.decode(errors="replace")
 
 

@@ -9,7 +9,7 @@ import aiohttp
 
 from reflux_placement.sources.hostlist import compress
 from reflux_placement.sources.slurm_nodes import NodeRecord, names_of, parse_nodes_json
-from reflux_scheduler.backends.base import BackendAway, GrantRefused
+from reflux_scheduler.backends.base import BackendAway
 from reflux_scheduler.backends.slurm.client import (
     Component,
     JobOrder,
@@ -17,7 +17,9 @@ from reflux_scheduler.backends.slurm.client import (
     SlurmClient,
     Version,
     complaint,
+    is_gone,
     parse_version,
+    shorten,
 )
 from reflux_scheduler.backends.slurm.commands import DEFAULT_PATH
 from reflux_scheduler.backends.slurm.job import comment
@@ -26,7 +28,9 @@ from reflux_scheduler.backends.slurm.settings import SlurmSettings
 _MODERN = 39
 """v0.0.39 took the names of the C structure over (required_nodes, tres_per_node); v0.0.38 has those of the options."""
 
-_GONE = ("invalid job id", "already completing", "job/step already")
+
+class _Failed(BackendAway):
+    """Slurm said no, perhaps to the token. For all calls but a submission that means: not now."""
 
 
 class RestClient(SlurmClient):
@@ -50,15 +54,18 @@ class RestClient(SlurmClient):
         return parse_version(str(slurm.get("release", "")))
 
     async def submit(self, order: JobOrder) -> int:
-        answer = await self._call("POST", "job/submit", submission(order, self._settings, self._number))
+        try:
+            answer = await self._call("POST", "job/submit", submission(order, self._settings, self._number))
+        except _Failed as error:
+            raise complaint("slurmrestd", str(error)) from None
         return int(answer["job_id"])
 
     async def cancel(self, job_ids: Iterable[int]) -> None:
         for job_id in job_ids:
             try:
                 await self._call("DELETE", f"job/{job_id}")
-            except GrantRefused as error:
-                if not any(word in str(error).lower() for word in _GONE):
+            except _Failed as error:
+                if not is_gone(str(error)):
                     raise
 
     async def jobs(self, prefix: str) -> list[JobRecord]:
@@ -92,7 +99,8 @@ class RestClient(SlurmClient):
         except (aiohttp.ClientError, ValueError) as error:
             raise BackendAway(f"slurmrestd at {settings.rest_url}: {error}") from None
         if errors := answer.get("errors"):
-            raise complaint(f"slurmrestd {method} {path}", "; ".join(_say(error) for error in errors))
+            said = "; ".join(_say(error) for error in errors)
+            raise _Failed(f"slurmrestd {method} {path} as {self._user}: {shorten(said)}")
         return answer
 
     def _headers(self) -> dict[str, str]:

@@ -85,5 +85,5 @@ class SlurmSettings(BaseModel):
     log_dir: str = ""
     """Folder on the nodes (shared or not) for the agents' own output, GRANT-NODE.log; empty drops it."""
 
-    call_seconds: float = Field(default=10.0, gt=0)
-    """Deadline of every call to Slurm."""
+    call_seconds: float = Field(default=5.0, gt=0)
+    """Deadline of every call to Slurm; its commands alone would try for some 9 s to reach a controller that is away."""
