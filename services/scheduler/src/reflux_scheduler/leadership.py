@@ -1,9 +1,9 @@
 """Owns the leader's lease in Redis: one scheduler acts, another takes over when the lease has run out.
 
-The key holds "{term} {address} {identity}" and expires. A term is a fencing token: it comes from a counter that only
-grows, every write to the store compares the key, and agents refuse calls of a lower term than they have seen. A
-scheduler that comes back at its own address takes its lease over at once: it has bound the address, so the process that
-held it is gone.
+The key holds "{term} {address} {identity}" and expires. A term is a fencing token: the time in milliseconds, or one
+more than the last one, so that it grows even when Redis was emptied. Every write to the store compares the key, and
+agents refuse calls of a lower term than they have seen. A scheduler that comes back at its own address takes its lease
+over at once: it has bound the address, so the process that held it is gone.
 """
 
 import asyncio
@@ -23,6 +23,7 @@ log = logging.getLogger(__name__)
 
 _STANDBY = "{scheduler}:standby"
 _RENEWALS = 3
+_RESIGN_SECONDS = 1.0
 _WAIT_SECONDS = 5.0
 """How long a call waits for a scheduler that is about to lead."""
 
@@ -35,7 +36,10 @@ if held then
     return held
   end
 end
-local mine = redis.call('INCR', KEYS[2]) .. ' ' .. ARGV[1] .. ' ' .. ARGV[2]
+local now = redis.call('TIME')
+local term = math.max(now[1] * 1000 + math.floor(now[2] / 1000), (redis.call('GET', KEYS[2]) or 0) + 1)
+redis.call('SET', KEYS[2], string.format('%.0f', term))
+local mine = string.format('%.0f', term) .. ' ' .. ARGV[1] .. ' ' .. ARGV[2]
 redis.call('SET', KEYS[1], mine, 'PX', ARGV[3])
 return mine
 """
@@ -189,5 +193,6 @@ class Leadership:
     async def _resign(self) -> None:
         """Lets the next scheduler lead at once."""
         if self._value:
-            with contextlib.suppress(RedisError):
-                await self._redis.eval(_RESIGN, 1, LEADER, self._value)  # pyright: ignore[reportGeneralTypeIssues]
+            with contextlib.suppress(RedisError, TimeoutError):
+                async with asyncio.timeout(_RESIGN_SECONDS):
+                    await self._redis.eval(_RESIGN, 1, LEADER, self._value)  # pyright: ignore[reportGeneralTypeIssues]
