@@ -290,6 +290,7 @@ class World:
         if ask is None or any(victim not in self.live or victim in self.stopping for victim in action.victims):
             self.found.add("lost", f"{action.beneficiary} or its victims are not there")
             return
+        self.booked.pop(ask.job, None)  # its claim came to nothing
         for victim in action.victims:
             self._check_victim(ask, self.live[victim])
         self._check_helps(ask, action)

@@ -19,7 +19,7 @@ from reflux_placement.policy.claims import Standing, blocked, fits_on, stand
 from reflux_placement.policy.prescreen import Prescreen
 from reflux_placement.policy.quota import Ledger, Row
 from reflux_placement.policy.view import Action, Ask, Claim, Live, Start, View
-from reflux_placement.room import Room
+from reflux_placement.room import Holding, Room, member_needs
 from reflux_placement.topology import Resources
 
 
@@ -47,6 +47,7 @@ class Books:
         self.busy: set[str] = set()
         """Live jobs that an action changes already; nothing else is asked of them."""
 
+        self.old_claims = [self._without_gone(claim) for claim in view.claims]
         self.actions: list[Action] = []
         self.evicting: dict[str, Standing] = {}
         self.reserved: dict[str, Standing] = {}
@@ -58,6 +59,11 @@ class Books:
         self._counted = self._must_count()
         if self._counted:
             self._charge_live()
+
+    def _without_gone(self, claim: Claim) -> Claim:
+        """A job that has left is forgotten: when it starts again, it is not the one that was waited for."""
+        after = tuple(job for job in claim.after if job in self.room.holdings)
+        return claim if after == claim.after else replace(claim, after=after)
 
     def _must_count(self) -> bool:
         """Whether the use of queues matters in this cycle: several wait, or one has a bound."""
@@ -88,6 +94,15 @@ class Books:
         if self._counted:
             self.ledger.charge(ask.queue, amount, firm=not ask.preemptible, sign=sign)
 
+    def recount(self, job: str, kept: Assignment | None, before: Holding | None = None) -> None:
+        """Counts a live job as holding `kept` from now on, None for nothing, instead of what it holds (or held)."""
+        live, holding = self.live.get(job), before or self.room.holdings.get(job)
+        if self._counted and live is not None and holding is not None:
+            self.charge(live.ask, holding.amount.row, -1)
+            if kept is not None:
+                gpus, millicpus, memory_bytes = member_needs(holding.demand, kept)[1].sum(axis=0).tolist()
+                self.charge(live.ask, (gpus, millicpus, memory_bytes))
+
     # --- claims ---
 
     def binding(self, ask: Ask) -> list[Standing]:
@@ -99,6 +114,12 @@ class Books:
             and each.ask.priority >= ask.priority
             and not ends_before(ask, self.now, each.claim.due_at)
         ]
+
+    def old_standing(self) -> list[Standing]:
+        """The claims of the cycle before whose jobs still wait, those of preemptions first."""
+        pending = {ask.job: ask for ask in self.view.pending} if self.old_claims else {}
+        alive = [stand(claim, pending[claim.job]) for claim in self.old_claims if claim.job in pending]
+        return sorted(alive, key=lambda each: (not each.claim.evicting, -each.ask.priority, each.ask.number))
 
     def withhold(self, standing: Standing) -> None:
         """Keeps the room of a claim whose victims are leaving out of everybody's reach."""
@@ -203,12 +224,3 @@ class Books:
                 self.reserved[each.job] = replace(each, claim=longer)
             elif not self.can_hold(each):
                 del self.reserved[each.job]
-
-
-def standing_claims(view: View) -> list[Standing]:
-    """The claims whose jobs still wait, those of preemptions first."""
-    if not view.claims:
-        return []
-    pending = {ask.job: ask for ask in view.pending}
-    alive = [stand(claim, pending[claim.job]) for claim in view.claims if claim.job in pending]
-    return sorted(alive, key=lambda each: (not each.claim.evicting, -each.ask.priority, each.ask.number))

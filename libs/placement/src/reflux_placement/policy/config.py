@@ -36,11 +36,23 @@ class PolicyConfig:
     defragmentation: bool = True
     """Whether movable jobs migrate for the first ask that only fragmentation keeps waiting."""
 
+    defragmentation_seconds: float = 120.0
+    """An ask has to have waited this long, and be promised room no sooner than that, before others move for it."""
+
+    defragmentation_moves: int = 400
+    """Moves that the search for a migration may try in one go."""
+
     explain: bool = True
     """Whether every wait gets a sentence; without it sentences are empty and the cycle is faster."""
 
     def __post_init__(self) -> None:
-        for name in ("backfill_depth", "reservations", "preemption_attempts", "patience_seconds"):
+        for name in (
+            "backfill_depth",
+            "reservations",
+            "preemption_attempts",
+            "patience_seconds",
+            "defragmentation_seconds",
+        ):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} = {getattr(self, name)}: write zero or more")
         if self.preemption_domains < 1:

@@ -15,7 +15,7 @@ from reflux_placement.errors import Occupied
 from reflux_placement.gang import Assignment, GangDemand
 from reflux_placement.place.misfit import Misfit
 from reflux_placement.policy.backfill import expected_end, reserve
-from reflux_placement.policy.books import Books, Delays, standing_claims
+from reflux_placement.policy.books import Books, Delays
 from reflux_placement.policy.claims import Standing, fits_on, stand
 from reflux_placement.policy.config import PolicyConfig
 from reflux_placement.policy.elastic import grow
@@ -62,6 +62,9 @@ class _Cycle:
     def run(self) -> Decision:
         """The whole cycle."""
         books, view = self._books, self._view
+        for claim in books.old_claims:
+            if claim.evicting:
+                self._leaving(claim)
         if view.nodes or view.spares:
             books.room.open_N &= open_nodes(books.room.topology, view.nodes, view.spares)
             self._replace_lost()
@@ -69,7 +72,7 @@ class _Cycle:
         for ask in in_order([ask for ask in view.pending if not self._settled(ask)], books.ledger):
             self._consider(ask)
         self._reserve_for_oldest()
-        if self._config.growing:
+        if not (self._config.defragmentation and self._defragment()) and self._config.growing:
             self._grow()
         return Decision(tuple(books.actions), self._reasons.waits, books.claims())
 
@@ -80,9 +83,12 @@ class _Cycle:
         """Members on lost nodes. A job that goes back to the queue still holds its room until it has stopped."""
         books = self._books
         before = dict(books.room.holdings)
-        for action in replace_lost(books.room, self._view.live, self._view.nodes, self._view.spares):
+        staying = {job: each for job, each in books.live.items() if job not in books.leaving}
+        for action in replace_lost(books.room, staying, self._view.nodes, self._view.spares):
             books.actions.append(action)
             books.busy.add(action.job)
+            kept = None if isinstance(action, Requeue) else action.assignment
+            books.recount(action.job, kept, before[action.job])
             if isinstance(action, Requeue):
                 books.leaving.add(action.job)
                 try:
@@ -93,10 +99,7 @@ class _Cycle:
     # --- claims of the cycle before ---
 
     def _keep_claims(self) -> None:
-        for claim in self._view.claims:
-            if claim.evicting:
-                self._leaving(claim)
-        for standing in standing_claims(self._view):
+        for standing in self._books.old_standing():
             if standing.claim.evicting:
                 self._keep_evicting(standing)
             else:
@@ -106,12 +109,11 @@ class _Cycle:
         """Victims that still hold room were told to go, even if their beneficiary is gone by now."""
         books = self._books
         for job in claim.after:
-            live, holding = books.live.get(job), books.room.holdings.get(job)
             if job in claim.keeps:
                 books.busy.add(job)
-            elif live is not None and holding is not None and job not in books.leaving:
+            elif job in books.live and job not in books.leaving:
                 books.leaving.add(job)
-                books.charge(live.ask, holding.amount.row, -1)
+                books.recount(job, None)
 
     def _keep_evicting(self, standing: Standing) -> None:
         books, ask = self._books, standing.ask
@@ -224,6 +226,22 @@ class _Cycle:
         return True
 
     # --- what is left ---
+
+    def _defragment(self) -> bool:
+        """Moves jobs for the first ask that waits for lack of shape only; one migration at a time."""
+        books, patience = self._books, self._config.defragmentation_seconds
+        if any(each.claim.keeps for each in books.evicting.values()):
+            return False
+        for ask in self._waiting:
+            if self._reasons.waits[ask.job].cause == "fragmentation" and books.now - ask.submitted_at >= patience:
+                promised = books.reserved.get(ask.job)
+                if promised is not None and promised.claim.due_at - books.now < patience:
+                    return False
+                moved = self._maker.defragment(ask)
+                if moved:
+                    self._reasons.being_freed(books.evicting[ask.job])
+                return moved
+        return False
 
     def _grow(self) -> None:
         books = self._books

@@ -1,4 +1,7 @@
-"""Owns making room for an ask that does not fit: elastic jobs shrink first (no work is lost), then others stop."""
+"""Owns making room for an ask that does not fit: elastic jobs shrink first (no work is lost), then others stop.
+
+Migration is the last resort, for an ask that only fragmentation keeps waiting and that nobody may be stopped for.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -7,10 +10,11 @@ from reflux_placement.gang import Assignment, GangDemand
 from reflux_placement.policy.books import Books
 from reflux_placement.policy.claims import stand
 from reflux_placement.policy.config import PolicyConfig
+from reflux_placement.policy.defrag import Limits, Plan, plan
 from reflux_placement.policy.elastic import shrink_for
 from reflux_placement.policy.preempt import Eviction, VictimSearch, victims_for
 from reflux_placement.policy.quota import Excess
-from reflux_placement.policy.view import Ask, Claim, Live, Preempt
+from reflux_placement.policy.view import Ask, Claim, Live, Migrate, Preempt
 from reflux_placement.topology import CLUSTER
 
 
@@ -47,6 +51,22 @@ class RoomMaker:
         self._hopeless.add(key)
         return False
 
+    def defragment(self, ask: Ask) -> bool:
+        """Whether a migration was decided after which the ask fits."""
+        books = self._books
+        others = self._others()
+        if not any(each.movable for each in others.values()):
+            return False
+        limits = Limits(moves=self._config.defragmentation_moves, attempts=self._config.defragmentation_moves)
+        found = plan(books.off_limits(ask), others, at_least(ask.gang), limits)
+        if not isinstance(found, Plan) or not found.moves:
+            return False
+        books.actions.append(Migrate(found.moves, ask.job, found.sentence))
+        keeps = dict(found.moves)
+        books.busy.update(keeps)
+        self._claim(ask, found.assignment, tuple(keeps), keeps)
+        return True
+
     def _may_stop_any(self, ask: Ask) -> bool:
         lowest = self._books.lowest_priority
         return lowest is not None and (lowest < ask.priority or self._books.ledger.has_guarantees)
@@ -68,6 +88,8 @@ class RoomMaker:
             return False
         books.actions.extend(found.resizes)
         keeps = {resize.job: resize.assignment for resize in found.resizes}
+        for job, kept in keeps.items():
+            books.recount(job, kept)
         books.busy.update(keeps)
         self._claim(ask, found.assignment, tuple(keeps), keeps)
         return True
@@ -84,7 +106,7 @@ class RoomMaker:
         names = tuple(victim.job for victim in eviction.victims)
         books.actions.append(Preempt(names, ask.job, eviction.lost_seconds, _why(ask, eviction)))
         for victim in eviction.victims:
-            books.charge(victim.live.ask, books.room.holdings[victim.job].amount.row, -1)
+            books.recount(victim.job, None)
         books.leaving.update(names)
         self._claim(ask, eviction.assignment, names, {})
         return True
