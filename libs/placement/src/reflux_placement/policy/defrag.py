@@ -250,7 +250,7 @@ class _Trial:
                 return True
         if depth == 0:
             return False
-        within_reach_P = self.yard.reach_P(piece.gpus) >= count * each[0]
+        within_reach_P = (self.yard.reach_P(piece.gpus) >= count * each[0]) & ~self._slotted()
         close = np.flatnonzero((room_P >= 0) & (room_P < count) & within_reach_P)
         length = len(self.yard.journal)
         for part in close[np.argsort(-room_P[close], kind="stable")][: 2 * self.limits.destinations].tolist():
@@ -271,11 +271,16 @@ class _Trial:
         assert slot is not None
         fit_P = self.yard.fit_P(slot.each.row)
         slack_P = fit_P % slot.members * slot.each.gpus
-        slotted_P = self.inside_P & (fit_P >= slot.members)
+        slotted_P = self._slotted()
         if slot.each.gpus and each[0]:
             room_P = np.where(slotted_P, np.minimum(room_P, slack_P // each[0]), room_P)
         room_P[~self.yard.allowed_P(piece)] = -1
         return room_P, each, count
+
+    def _slotted(self) -> NDArray[np.bool_]:
+        """Parts that hold a slot already."""
+        assert self.slot is not None
+        return self.inside_P & (self.yard.fit_P(self.slot.each.row) >= self.slot.members)
 
     def _put(self, piece: Piece, part: int) -> bool:
         """One move, unless it would cost a slot."""

@@ -6,6 +6,7 @@ member is a piece of its own. Roles that must share a rack are one piece with th
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -30,7 +31,7 @@ class Piece:
     node_K: Ints
     need_KR: Ints
 
-    @property
+    @cached_property
     def gpus(self) -> int:
         """GPUs of all members."""
         return int(self.need_KR[:, 0].sum())
