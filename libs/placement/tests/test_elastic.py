@@ -231,6 +231,10 @@ def _check(room: Room, live: dict[str, Live], before: dict[str, list[int]], open
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 1 << 20))
 def test_growing_keeps_every_rule_and_leaves_no_unit_that_would_fit(seed: int) -> None:
+    _check_growth(seed)
+
+
+def _check_growth(seed: int) -> None:
     rng = random.Random(seed)
     room, live = _elastic_world(rng)
     reserved = [node for node in range(room.topology.num_nodes) if rng.random() < 0.2]
@@ -246,6 +250,17 @@ def test_growing_keeps_every_rule_and_leaves_no_unit_that_would_fit(seed: int) -
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 1 << 20))
 def test_shrinking_makes_room_with_a_set_of_which_none_can_be_spared(seed: int) -> None:
+    _check_shrinking(seed)
+
+
+@pytest.mark.slow
+def test_five_thousand_worlds_grow_and_shrink_by_the_rules() -> None:
+    for seed in range(5000):
+        _check_growth(seed)
+        _check_shrinking(seed)
+
+
+def _check_shrinking(seed: int) -> None:
     rng = random.Random(seed)
     room, live = _elastic_world(rng)
     rules = rng.choice(_RULES[:2])

@@ -284,6 +284,16 @@ _RULES = [
 @settings(max_examples=80, deadline=None)
 @given(seed=st.integers(0, 1 << 20))
 def test_whatever_dies_no_gang_is_partial_misplaced_or_moved_without_need(seed: int) -> None:
+    _check_replacement(seed)
+
+
+@pytest.mark.slow
+def test_five_thousand_times_no_gang_is_partial_misplaced_or_moved_without_need() -> None:
+    for seed in range(5000):
+        _check_replacement(seed)
+
+
+def _check_replacement(seed: int) -> None:
     rng = random.Random(seed)
     topology = _cluster(blocks=2, racks=2, nodes=rng.randint(2, 4))
     room = Room(topology)
