@@ -101,7 +101,7 @@ class Cluster:
         self._loop.cancel()
         await asyncio.gather(self._loop, return_exceptions=True)
         for uid in list(self._seen_uids):
-            self._kill(uid)
+            self.kill(uid)
         if self._server is not None:
             await self.down()
         await self.api.__aexit__(None, None, None)
@@ -145,21 +145,21 @@ class Cluster:
         pod = {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec, "status": {"phase": "Running"}}
         await self.create("/api/v1/namespaces/theirs/pods", pod)
 
-    async def fail_node(self, name: str) -> None:
-        """The machine dies: its processes at once, then the node is NotReady and its pods are evicted."""
+    async def fail_node(self, name: str, *, evict: bool = True) -> None:
+        """The machine dies: its processes at once, then the node is NotReady, then its pods are evicted."""
         self._dead_nodes.add(name)
         for pod in self.pods_on(name):
-            self._kill(pod["metadata"]["uid"])
+            self.kill(pod["metadata"]["uid"])
         condition = {"type": "Ready", "status": "Unknown", "message": "Kubelet stopped posting node status."}
         await self.patch(f"/api/v1/nodes/{name}", {"status": {"conditions": [condition]}})
-        for pod in self.pods_on(name):
+        for pod in self.pods_on(name) if evict else ():
             target = {"type": "DisruptionTarget", "status": "True", "reason": "DeletionByTaintManager"}
             await self.set_pod(pod["metadata"]["name"], phase="Failed", reason="NodeLost", conditions=[target])
 
     async def evict(self, name: str, message: str = "The node was low on resource: memory.") -> None:
         """The kubelet of a node throws our pods out."""
         for pod in self.pods_on(name):
-            self._kill(pod["metadata"]["uid"])
+            self.kill(pod["metadata"]["uid"])
             await self.set_pod(pod["metadata"]["name"], phase="Failed", reason="Evicted", message=message)
 
     async def cordon(self, name: str) -> None:
@@ -308,7 +308,7 @@ class Cluster:
         else:
             status = self._exit_status(uid)
             if status is not None:
-                self._kill(uid)
+                self.kill(uid)
                 ended = {"terminated": {"exitCode": status, "reason": "Error" if status else "Completed"}}
                 containers = [{"name": "agent", "ready": False, "state": ended}]
                 phase = "Failed" if status else "Succeeded"
@@ -381,7 +381,9 @@ class Cluster:
         """Stops a deleted pod: SIGTERM, after its grace SIGKILL; then it is gone."""
         uid = pod["metadata"]["uid"]
         pid = self._pids.get(uid)
-        if pid is not None and self._exit_status(uid) is None and pod["spec"].get("nodeName") not in self._dead_nodes:
+        if pod["spec"].get("nodeName") in self._dead_nodes and pod["status"].get("phase") == "Running":
+            return  # no kubelet confirms that it is gone
+        if pid is not None and self._exit_status(uid) is None:
             if uid not in self._killed_at:
                 self._killed_at[uid] = time.monotonic() + pod["spec"]["terminationGracePeriodSeconds"]
                 with contextlib.suppress(ProcessLookupError):
@@ -389,7 +391,7 @@ class Cluster:
                 return
             if time.monotonic() < self._killed_at[uid]:
                 return
-        self._kill(uid)
+        self.kill(uid)
         await self.patch(
             f"/api/v1/namespaces/{NAMESPACE}/pods/{pod['metadata']['name']}", {"metadata": {"finalizers": []}}
         )
@@ -405,10 +407,12 @@ class Cluster:
             return None
         return os.waitstatus_to_exitcode(status)
 
-    def _kill(self, uid: str) -> None:
-        for pid in processes_of(uid):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+    def kill(self, uid: str) -> None:
+        """All processes of a pod, at once."""
+        while pids := processes_of(uid):  # again, because one may have forked meanwhile
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
         with contextlib.suppress(ChildProcessError, KeyError):
             os.waitpid(self._pids[uid], 0)
 

@@ -114,10 +114,12 @@ async def test_a_grant_that_is_not_complete_in_time_is_given_up_with_the_reason(
         await asked.request(grant("n0", "n1"))
         ended = await until(asked, "ab12-0", lambda status: status is not None and status.state == "ended")
         assert ended.reason.startswith("not complete after 0.2 s: ")
-        await until(asked, "ab12-0", lambda status: status is None)
+        await cluster.until(lambda: not cluster.api.all("jobsets"))
+        ended = (await asked.grants())["ab12-0"]
         assert cluster.api.all("computedomains") == cluster.api.all("secrets") == cluster.processes() == []
-        with pytest.raises(GrantRefused, match="has ended"):
-            await asked.request(grant("n0", "n1"))
+        await asked.request(grant("n0", "n1"))
+        assert (await asked.grants())["ab12-0"] == ended, "never granted again under this id"
+        assert cluster.api.all("jobsets") == []
 
 
 async def test_a_grant_waits_for_its_compute_domain(cluster):
@@ -263,7 +265,7 @@ async def test_the_api_server_is_away_and_comes_back(cluster):
         assert len(cluster.processes()) == 1, "agents do not depend on the API server"
         await cluster.up()
         status = (await until_answered(asked))["ab12-0"]
-        assert status.state == "ended", "it was to be released when the server went away"
+        assert status.reason == "it was released", "asked for when the server was away, done now"
         await until(asked, "ab12-0", lambda status: status is None)
 
 
@@ -347,10 +349,43 @@ async def test_missing_rights_are_named(cluster):
             await asked.conditions()
 
 
-async def test_unknown_nodes_and_released_grants_are_refused(cluster):
+async def test_a_grant_on_a_node_that_is_gone_ends_at_once(cluster):
     async with backend(cluster) as asked:
-        with pytest.raises(GrantRefused, match="no node n9"):
-            await asked.request(grant("n9"))
+        await asked.request(grant("n0", "n9"))
+        assert await asked.grants() == {"ab12-0": GrantStatus("ab12-0", "ended", reason="the cluster has no node n9")}
+    assert cluster.api.all("jobsets") == []
+
+
+async def test_room_is_not_free_while_agents_stop(cluster):
+    launch = AgentLaunch(("sh", "-c", "trap '' TERM; echo ready; while :; do sleep 0.05; done"), {})
+    async with backend(cluster, launch) as asked:
+        await asked.request(grant("n0", "n1"))
+        await until_granted(asked)
+        await cluster.until(lambda: "ready" in cluster.log(cluster.pods_on("n0")[0]["metadata"]["name"]))
+        await asked.release("ab12-0")
+        await cluster.until(lambda: cluster.pods_on("n0")[0]["metadata"].get("deletionTimestamp"))
+        status = await until(asked, "ab12-0", lambda status: len(status.lost_nodes) == 2)
+        assert (status.state, status.reason) == ("granted", "it was released")
+        assert cluster.processes()
+        for pod in cluster.api.all("pods"):
+            cluster.kill(pod["metadata"]["uid"])
+        await until(asked, "ab12-0", lambda status: status is None)
+
+
+async def test_a_dead_node_does_not_keep_a_released_grant_alive(cluster):
+    """The pod of a machine that is gone stays Terminating for ever."""
+    async with backend(cluster) as asked:
+        await asked.request(grant("n0", "n1"))
+        await until_granted(asked)
+        await cluster.fail_node("n0", evict=False)
+        await asked.release("ab12-0")
+        ended = await until(asked, "ab12-0", lambda status: status is None or status.state == "ended")
+        assert ended is not None, "its pod is still there"
+        assert cluster.pods_on("n0")
+
+
+async def test_released_grants_are_refused(cluster):
+    async with backend(cluster) as asked:
         await asked.release("zz99-0")
         with pytest.raises(GrantRefused, match="it was released"):
             await asked.request(grant("n0", job="zz99"))
@@ -423,3 +458,4 @@ async def test_old_grants_keep_their_deadline_after_a_restart(cluster):
     async with backend(cluster, start_deadline_seconds=1800) as asked:
         ended = await until(asked, "ab12-0", lambda status: status is not None and status.state == "ended")
         assert "not complete after 1800 s: 0 of 1 agents are ready" in ended.reason
+        assert cluster.processes() == []

@@ -244,7 +244,6 @@ def test_what_an_operator_sets_reaches_the_pod():
 @pytest.mark.parametrize(
     ("nodes", "why"),
     [
-        (("gb-0-0", "gb-9-9"), "no node gb-9-9"),
         (("gb-0-0", "gb-0-0"), "share the host name host-0-0"),
         ((), "names no node"),
     ],

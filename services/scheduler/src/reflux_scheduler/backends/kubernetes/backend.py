@@ -5,6 +5,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
 
@@ -29,6 +30,7 @@ log = logging.getLogger(__name__)
 Object = dict[str, Any]
 
 _KINDS = {each.kind: each for each in (names.SECRET, names.JOBSET, names.LEADER_WORKER_SET, names.COMPUTE_DOMAIN)}
+_TOLD_SECONDS = 600.0
 _KEPT_ENDS = 4096
 """Ended grants that are remembered, so that a late request does not bring one back."""
 
@@ -43,6 +45,10 @@ class KubernetesBackend(Backend):
         self._launch = launch
         self._workload = names.JOBSET if settings.workload == "jobset" else names.LEADER_WORKER_SET
         self._ended: dict[str, str] = {}
+        """Grants that are never granted again, and why."""
+
+        self._given_up: dict[str, float] = {}
+        """Those among them that nobody asked to release, and since when."""
         self._cleanup = contextlib.AsyncExitStack()
         self._api: KubernetesApi
         self._nodes: Mirror
@@ -94,10 +100,17 @@ class KubernetesBackend(Backend):
         }
 
     async def request(self, grant: Grant) -> None:
+        if grant.id in self._given_up:
+            return
         if grant.id in self._ended:
             raise GrantRefused(f"grant {grant.id} has ended: {self._ended[grant.id]}")
         await self._nodes.in_step(self._settings.call_seconds)
         labels = {name: node["metadata"].get("labels") or {} for name, node in self._nodes.objects.items()}
+        gone = [share.node for share in grant.shares if share.node not in labels]
+        if gone:
+            # Not refused: a node that was there when the gang was placed may be gone now, and another one free.
+            self._give_up(grant.id, f"the cluster has no node {', '.join(gone)}")
+            return
         bundle = manifests.render(grant, self._launch, self._settings, labels)
         made: list[tuple[Object, bool]] = []
         try:
@@ -122,10 +135,9 @@ class KubernetesBackend(Backend):
             if verdict.newly_granted:
                 await self._record_granted(verdict.status.id)
             elif verdict.expired:
-                log.warning("giving up grant %s: %s", verdict.status.id, verdict.status.reason)
-                self._note_end(verdict.status.id, verdict.status.reason)
+                self._give_up(verdict.status.id, verdict.status.reason)
                 await self._discard(verdict.status.id)
-        return {verdict.status.id: verdict.status for verdict in verdicts}
+        return self._given_up_lately() | {verdict.status.id: verdict.status for verdict in verdicts}
 
     def _held_by_others(self) -> Mapping[str, Resources]:
         for mirror in self._others:
@@ -186,6 +198,18 @@ class KubernetesBackend(Backend):
         while len(self._ended) > _KEPT_ENDS:
             del self._ended[next(iter(self._ended))]
 
+    def _give_up(self, grant_id: str, why: str) -> None:
+        if grant_id not in self._ended:
+            log.warning("giving up grant %s: %s", grant_id, why)
+            self._note_end(grant_id, why)
+            self._given_up[grant_id] = time.monotonic()
+
+    def _given_up_lately(self) -> dict[str, GrantStatus]:
+        """Told for some minutes after they are gone: otherwise nobody would learn why."""
+        oldest = time.monotonic() - _TOLD_SECONDS
+        self._given_up = {each: at for each, at in self._given_up.items() if at > oldest and each in self._ended}
+        return {each: GrantStatus(each, "ended", reason=self._ended[each]) for each in self._given_up}
+
     def _observed(self) -> list[status.Observed]:
         """What the copies hold, grant by grant; only grants with a workload."""
         by_grant: dict[str, dict[str, list[Object]]] = {}
@@ -193,23 +217,25 @@ class KubernetesBackend(Backend):
             for each in mirror.objects.values():
                 label = (each["metadata"].get("labels") or {}).get(names.GRANT_LABEL, "")
                 by_grant.setdefault(label, {}).setdefault(kind, []).append(each)
-        known = frozenset(self._nodes.objects)
+        nodes = {name: cluster.condition(each, ()).state != "down" for name, each in self._nodes.objects.items()}
         found: list[status.Observed] = []
         for things in by_grant.values():
             workloads = sorted(things.get("workloads", []), key=lambda each: each["metadata"]["name"])
             grant_id = _grant_of(workloads[0]) if workloads else ""
             if grant_id:
                 pods, domains = things.get("pods", []), things.get("domains", [])
-                found.append(status.Observed(grant_id, workloads, pods, domains, known))
+                found.append(status.Observed(grant_id, workloads, pods, domains, nodes))
         return found
 
     def _judge(self, seen: status.Observed, now: float) -> status.Verdict:
         deadline = self._settings.start_deadline_seconds
         verdict = status.judge(seen, now, deadline, kueue=bool(self._settings.kueue_queue))
         why = self._ended.get(seen.grant_id)
-        if why is not None and verdict.status.state != "ended":
-            return status.Verdict(GrantStatus(seen.grant_id, "ended", verdict.status.native, why), expired=True)
-        return verdict
+        if why is None:
+            return verdict
+        # Its objects are still there: agents stop, or the deletion did not reach the server and is asked for again.
+        told = replace(verdict.status, reason=why)
+        return status.Verdict(told, expired=verdict.status.state != "ended")
 
     async def _record_granted(self, grant_id: str) -> None:
         """Writes down that a grant is complete, before anybody is told: later losses are losses."""

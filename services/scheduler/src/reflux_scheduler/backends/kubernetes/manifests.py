@@ -41,14 +41,14 @@ class _Group:
 
 
 def render(grant: Grant, launch: AgentLaunch, settings: KubernetesSettings, labels: Labels) -> Bundle:
-    """Objects that give exactly the grant's nodes, one agent each.
+    """Objects that give exactly the grant's nodes, one agent each; `labels` has all of them.
 
     With Kueue all shapes of nodes are pod sets of one JobSet, so that they are admitted together. Without it every
     shape is a JobSet of its own: a JobSet fails, and takes the living along, as soon as one of its jobs has failed, and
     a job fails when its last node is lost.
 
     Raises:
-        GrantRefused: a node that is unknown, named twice or shares its host name; more shapes than Kueue takes.
+        GrantRefused: a node that is named twice or shares its host name; more shapes than Kueue takes.
     """
     _check(grant, labels)
     base = names.base_name(settings.stack, grant.id)
@@ -85,8 +85,6 @@ def owned_by(manifest: Manifest, owners: Sequence[Manifest]) -> Manifest:
 def _check(grant: Grant, labels: Labels) -> None:
     hosts: dict[str, str] = {}
     for share in grant.shares:
-        if share.node not in labels:
-            raise GrantRefused(f"the cluster has no node {share.node}")
         host = labels[share.node].get(names.HOSTNAME, share.node)
         if host in hosts:
             raise GrantRefused(f"nodes {hosts[host]} and {share.node} of grant {grant.id} share the host name {host}")

@@ -24,8 +24,8 @@ class Observed:
     workloads: Sequence[Object]
     pods: Sequence[Object]
     compute_domains: Sequence[Object]
-    known_nodes: frozenset[str] | None = None
-    """Nodes that exist; None when that is not known."""
+    nodes: Mapping[str, bool]
+    """Nodes that exist, and whether they are ready."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,20 +45,21 @@ def judge(seen: Observed, now: float, start_deadline_seconds: float, *, kueue: b
 
     Part of a gang is never reported as granted: all agents have to be ready and all ComputeDomains Ready at one time.
     A domain can be away for minutes while its pods look healthy (dra-driver#767), hence the deadline with a reason.
+    A grant has not ended before its agents have: its room is not free while they stop.
     """
     native = _native(seen.workloads)
-    leaving = [each for each in seen.workloads if each["metadata"].get("deletionTimestamp")]
-    if leaving:
-        return Verdict(GrantStatus(seen.grant_id, "ended", native, "it is being deleted"))
-    finished = [why for each in seen.workloads if (why := _finished(each))]
     nodes = nodes_of(seen.workloads[0])
-    if all(GRANTED_ANNOTATION in _annotations(each) for each in seen.workloads):
-        if len(finished) == len(seen.workloads):
-            return Verdict(GrantStatus(seen.grant_id, "ended", native, finished[0]))
+    granted = all(GRANTED_ANNOTATION in _annotations(each) for each in seen.workloads)
+    if any(each["metadata"].get("deletionTimestamp") for each in seen.workloads):
+        state = "ended" if not _holds(seen) else "granted" if granted else "waiting"
+        lost = nodes if state == "granted" else ()
+        return Verdict(GrantStatus(seen.grant_id, state, native, "it is being deleted", lost))
+    finished = [why for each in seen.workloads if (why := _finished(each))]
+    if granted:
         lost = _lost(seen, nodes)
-        reason = "; ".join(f"{node}: {why}" for node, why in list(lost.items())[:3])
-        state = "ended" if len(lost) == len(nodes) else "granted"
-        return Verdict(GrantStatus(seen.grant_id, state, native, reason, tuple(lost)))
+        reason = "; ".join(f"{node}: {why}" for node, why in list(lost.items())[:3]) or "; ".join(finished)
+        over = (len(lost) == len(nodes) or len(finished) == len(seen.workloads)) and not _holds(seen)
+        return Verdict(GrantStatus(seen.grant_id, "ended" if over else "granted", native, reason, tuple(lost)))
     dead = [_death(pod) for pod in seen.pods if _phase(pod) in _ENDED_POD]
     if finished or dead:
         return Verdict(GrantStatus(seen.grant_id, "ended", native, (dead or finished)[0]))
@@ -68,7 +69,7 @@ def judge(seen: Observed, now: float, start_deadline_seconds: float, *, kueue: b
     begun = _begun(seen, kueue=kueue)
     if begun is not None and now - begun > start_deadline_seconds:
         why = f"not complete after {start_deadline_seconds:g} s: {why}"
-        return Verdict(GrantStatus(seen.grant_id, "ended", native, why), expired=True)
+        return Verdict(GrantStatus(seen.grant_id, "waiting", native, why), expired=True)
     return Verdict(GrantStatus(seen.grant_id, "waiting", native, why))
 
 
@@ -136,6 +137,12 @@ def _alive(pod: Object) -> bool:
     return _phase(pod) == "Running" and not pod["metadata"].get("deletionTimestamp")
 
 
+def _holds(seen: Observed) -> bool:
+    """Whether some agent may still be there. On a node that is not ready nobody can tell: there the agent's own lease
+    ends its members, and the room is of no use anyway."""
+    return any(_phase(pod) not in _ENDED_POD and seen.nodes.get(_node(pod), False) for pod in seen.pods)
+
+
 def _lost(seen: Observed, nodes: Iterable[str]) -> dict[str, str]:
     """Nodes of a granted part without a living agent, and why."""
     by_node: dict[str, list[Object]] = {}
@@ -144,7 +151,7 @@ def _lost(seen: Observed, nodes: Iterable[str]) -> dict[str, str]:
     lost: dict[str, str] = {}
     for node in nodes:
         pods = by_node.get(node, [])
-        if seen.known_nodes is not None and node not in seen.known_nodes:
+        if node not in seen.nodes:
             lost[node] = "the node is gone"
         elif not any(_alive(pod) for pod in pods):
             lost[node] = _death(pods[-1]) if pods else "its agent's pod is gone"
