@@ -10,6 +10,7 @@ from reflux_placement.policy.view import (
     Claim,
     Decision,
     Live,
+    Migrate,
     NodeState,
     Preempt,
     Queue,
@@ -92,6 +93,11 @@ class Yard:
                     demand = self.room.holdings[action.job].demand
                     self.room.release(action.job)
                     self.room.take(action.job, demand, action.assignment)
+                case Migrate():
+                    for job, assignment in action.moves:
+                        demand = self.room.holdings[job].demand
+                        self.room.release(job)
+                        self.room.take(job, demand, assignment)
         return decision
 
     def end(self, *jobs: str) -> None:

@@ -56,6 +56,7 @@ class Books:
         self._drain: Drain | None = None
         self._prescreen: Prescreen | None = None
         self._prescreen_is_stale = False
+        self._sums: Resources | None = None
         self._counted = self._must_count()
         if self._counted:
             self._charge_live()
@@ -128,7 +129,7 @@ class Books:
         self._withheld[standing.job] = (nodes_K, amounts_KR)
         self.evicting[standing.job] = standing
         self.reserved.pop(standing.job, None)
-        self._drain = None
+        self._drain = self._sums = None
 
     def give_back(self, job: str) -> None:
         """Undoes `withhold`."""
@@ -187,6 +188,13 @@ class Books:
             self._prescreen = None
         return found
 
+    def enough_in_sum(self, gang: GangDemand) -> bool:
+        """Whether the open nodes together have what the gang needs at least."""
+        if self._sums is None:
+            gpus, millicpus, memory_bytes = self.room.usable_NR().clip(min=0).sum(axis=0).tolist()
+            self._sums = Resources(gpus, millicpus, memory_bytes)
+        return gang.least_total().fits_in(self._sums)
+
     def outside(self, binding: Sequence[Standing]) -> Room:
         """The room less what these reservations need."""
         room = self.room.copy()
@@ -204,7 +212,7 @@ class Books:
     def start(self, ask: Ask, assignment: Assignment, why: str, *, backfilled: bool) -> None:
         """Books a start; reservations of lower priority that it cuts into are looked for again."""
         holding = self.room.take(ask.job, ask.gang, assignment)
-        self._prescreen_is_stale = True
+        self._prescreen_is_stale, self._sums = True, None
         self.charge(ask, holding.amount.row)
         self.live[ask.job] = Live(ask=ask, started_at=self.now, saved_at=self.now)
         self.busy.add(ask.job)

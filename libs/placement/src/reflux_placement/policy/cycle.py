@@ -213,11 +213,12 @@ class _Cycle:
             return False
         free = books.room.free_NR.clip(min=0).sum(axis=0).tolist()
         smallest = replace(ask, gang=at_least(ask.gang))
-        result = reserve(books.drain(), smallest, books.now, free, books.kept(kept))
+        out_of_reach = books.kept(kept)
+        result = reserve(books.drain(), smallest, books.now, free, out_of_reach)
         if isinstance(result, Misfit):
             self._never.add(key)
-            if not books.room.open_N.all():
-                self._reasons.away(ask.gang, result)
+            if not out_of_reach:
+                self._reasons.never(ask.gang, result)
             return False
         for each in [each for each in books.reserved.values() if each not in kept]:
             if each.touches(result.nodes_K) or len(books.reserved) > self._config.reservations:

@@ -20,6 +20,7 @@ class Reasons:
         self.waits: dict[str, Wait] = {}
         self._books, self._explain = books, explain
         self._sentences: dict[int, tuple[Misfit, str]] = {}
+        self._never: set[GangDemand] = set()
         self._away: dict[GangDemand, str] = {}
 
     def start(self, assignment: Assignment, backfilled: bool) -> str:
@@ -46,13 +47,14 @@ class Reasons:
         where = _where(self._books.room.topology, standing.claim.assignment)
         self._wait(standing.ask, "resources", f"{where} are kept for it; {left} jobs are giving room back")
 
-    def away(self, gang: GangDemand, misfit: Misfit) -> None:
-        """It would not fit if every live job had left; says so if it is for want of nodes that take no work now."""
-        topology = self._books.room.topology
-        if gang in self._away or fits_ever(topology, gang) is not None:
+    def never(self, gang: GangDemand, misfit: Misfit) -> None:
+        """It would not fit if every live job had left; is that for want of nodes that take no work now?"""
+        room = self._books.room
+        self._never.add(gang)
+        if room.open_N.all() or gang in self._away or fits_ever(room.topology, gang) is not None:
             return
-        empty = Room(topology)
-        empty.open_N = self._books.room.open_N
+        empty = Room(room.topology)
+        empty.open_N = room.open_N
         if isinstance(find_place(empty, gang), Misfit):
             self._away[gang] = f"nodes that are away or held back would be needed: {misfit.sentence}"
 
@@ -65,7 +67,8 @@ class Reasons:
         else:
             mine = self._books.reserved.get(ask.job)
             promise = f"; {self._promise(mine)}" if mine is not None and self._explain else ""
-            cause = "fragmentation" if found.fragmented else "resources"
+            in_pieces = ask.gang not in self._never and self._books.enough_in_sum(ask.gang)
+            cause = "fragmentation" if in_pieces else "resources"
             self._wait(ask, cause, f"{self._sentence(found)}{promise}" if self._explain else "")
 
     def _wait(self, ask: Ask, cause: str, sentence: str) -> None:
