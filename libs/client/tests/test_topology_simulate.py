@@ -68,7 +68,7 @@ def test_the_same_seed_gives_the_same_figures(trace, cluster):
 
 
 def test_synthetic_jobs_of_roles_need_no_trace(cluster):
-    result = simulate("--trace", "rl-mix", "--cluster", cluster, "--policy", "fifo-first-fit", "--jobs", 30)
+    result = simulate("--trace", "rl-mix", "--cluster", cluster, "--policy", "fifo-first-fit", "--jobs", 20)
     assert result.exit_code == 0, result.output
     assert "SYNTHETIC" in result.stdout
 

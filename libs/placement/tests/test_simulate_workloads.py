@@ -153,3 +153,11 @@ def test_an_unknown_policy_is_told_which_there_are():
     with pytest.raises(UnknownPolicy, match="'best' does not exist; there is reflux, "):
         chosen(["reflux", "best"])
     assert next(iter(chosen(["reflux", "all", "reflux"]))) == "reflux"
+
+
+def test_clusters_that_list_their_racks_are_read_too():
+    folder = Path(__file__).parents[3] / "configs" / "topologies"
+    topology = read_cluster(folder / "gb200-8-racks.toml")
+    assert (topology.num_nodes, len(topology.domains("rack"))) == (144, 8)
+    with pytest.raises(ValueError, match=r"local\.toml.*auto"):
+        read_cluster(folder / "local.toml")

@@ -170,6 +170,10 @@ def waits(trials: Sequence[Trial]) -> str:
     """Share of jobs that waited longer than a time, both axes logarithmic: the tail is what hurts."""
     figure, axes = _axes(2.9)
     longest = _SHOWN_WAIT_FLOOR * 10
+    if all(not wait_seconds(trial.history.done).any() for trial in trials):
+        axes.text(0.5, 0.5, "no job waited", ha="center", transform=axes.transAxes)
+        axes.set_axis_off()
+        return _svg(figure)
     for color, trial in zip(_COLORS, trials, strict=False):
         values = np.sort(wait_seconds(trial.history.done))
         if not len(values):

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from reflux_placement.simulate.clusters import NODES_PER_RACK, RACKS_PER_BLOCK, ListedNode, grid, racked
 from reflux_placement.simulate.openb import Task
+from reflux_placement.sources.toml import read_topology
 from reflux_placement.topology import Resources, Topology
 
 MIB = 1 << 20
@@ -78,9 +79,6 @@ def read_cluster(path: Path) -> Topology:
         return _grid(path, name, table["grid"])
     if "node_list" in table:
         return _listed(path, name, table["node_list"])
-    # Imported here: the reader of whole topologies is a part of its own that simulations of grids do not need.
-    from reflux_placement.sources.toml import read_topology
-
     return read_topology(path)
 
 

@@ -6,16 +6,17 @@ same for each. "reflux-fifo" is our placement under that queueing: it tells what
 
 from collections.abc import Callable, Mapping, Sequence
 
-import numpy as np
-
 from reflux_placement.gang import Assignment, GangDemand
+from reflux_placement.place.rules.base import Rule as Placement
+from reflux_placement.place.rules.first_fit import first_fit
+from reflux_placement.place.rules.kueue import kueue_best_fit
+from reflux_placement.place.rules.slurm import slurm_block
 from reflux_placement.place.search import find_place
 from reflux_placement.policy.config import PolicyConfig
 from reflux_placement.policy.cycle import decide
 from reflux_placement.room import Room
-from reflux_placement.simulate.fragmentation import slots
 from reflux_placement.simulate.jobs import Policy
-from reflux_placement.simulate.rivals import FifoBackfill, Rule
+from reflux_placement.simulate.rivals import FifoBackfill
 
 OURS = "reflux"
 
@@ -28,42 +29,27 @@ class UnknownPolicy(ValueError):
         self.name = name
 
 
-def first_fit(room: Room, gang: GangDemand) -> Assignment | None:
-    """Every member on the first node that holds it, in topology order."""
-    free = room.usable_NR().copy()
-    nodes = {}
-    for role in gang.roles:
-        held = np.minimum(slots(free, role.each), role.count)
-        upto = np.cumsum(held)
-        if upto[-1] < role.count:
-            return None
-        last = int(np.searchsorted(upto, role.count))
-        held = held[: last + 1]
-        held[last] -= upto[last] - role.count
-        nodes[role.role] = np.repeat(np.arange(last + 1), held)
-        free[: last + 1] -= held[:, None] * np.array(role.each.row)
-    return Assignment("cluster", 0, nodes)
-
-
 def _ours() -> Policy:
-
     config = PolicyConfig(explain=False)
     return lambda view: decide(view, config)
 
 
-def _found(room: Room, gang: GangDemand) -> Assignment | None:
-    found = find_place(room, gang)
-    return found if isinstance(found, Assignment) else None
+def _peer(place: Placement) -> Callable[[], Policy]:
+    """A maker of a placement under the peers' queueing."""
 
+    def rule(room: Room, gang: GangDemand) -> Assignment | None:
+        found = place(room, gang)
+        return found if isinstance(found, Assignment) else None
 
-def _peer(rule: Rule) -> Callable[[], Policy]:
     return lambda: FifoBackfill(rule)
 
 
 POLICIES: Mapping[str, Callable[[], Policy]] = {
     OURS: _ours,
     "fifo-first-fit": _peer(first_fit),
-    "reflux-fifo": _peer(_found),
+    "kueue-best-fit": _peer(kueue_best_fit),
+    "slurm-block": _peer(slurm_block),
+    "reflux-fifo": _peer(find_place),
 }
 """Makers by name. A policy may keep a cache, so each run gets one of its own."""
 
