@@ -85,6 +85,8 @@ class Nodes:
     def state(self, node: str) -> tuple[NodeState, str]:
         """A node's state and why it is not up."""
         state = self.states.get(self._topology.index_of(node), "up")
+        if state == "up" and node in self.closed:
+            return "down", "its agent is silent"
         if state == "draining":
             return state, self.drains.get(node) or self._known.get(node, _UNKNOWN).reason
         if state == "flapping":
