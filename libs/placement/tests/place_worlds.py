@@ -115,7 +115,7 @@ class Draw:
             required_level=self.one_of([CLUSTER, *levels]),
             preferred_level=self.one_of(["", *levels]),
             segment_size=segment,
-            segment_level=self.one_of(levels),
+            segment_level=self.one_of([*levels, "node"]),
             max_per_domain=bound,
             spread_level=self.one_of([*levels, "node"]) if bound else self.one_of(["", *levels]),
         )

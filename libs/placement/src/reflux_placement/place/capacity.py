@@ -39,6 +39,10 @@ class Shape:
     limit: tuple[int, Ints] | None = None
     """A level and the most members that each of its parts may take, all parts of the topology."""
 
+    def members(self, level: int, units: Ints) -> Ints:
+        """Units as members at the segment level, where they turn from whole segments into members."""
+        return units * self.segment_size if level == self.segment_level else units
+
     @property
     def special_levels(self) -> tuple[int, ...]:
         """Levels at which every member must lie inside a domain, ascending."""

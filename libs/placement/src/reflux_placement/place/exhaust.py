@@ -95,8 +95,11 @@ class _RoleSpreads:
         self._capped = self._parts(shape.cap_level) if shape.cap else None
         rack = self._parts(min(1, len(layers) - 1))
         rows = left_NR.tolist()
+        # Equal nodes are exchangeable, except where peers are nodes: then the order of ranks tells them apart.
+        by_node = any(r.required and r.level == question.tree.layers[0].name for r in question.relations)
         self._twin = [
-            at > 0
+            not by_node
+            and at > 0
             and rack[at] == rack[at - 1]
             and rows[at] == rows[at - 1]
             and self._copies[at] == self._copies[at - 1]

@@ -54,18 +54,16 @@ def keys_of(view: Slice, free_gpus_N: Ints, prefer_N: Ints | None = None) -> Key
     return Keys(tuple(free), tuple(prefer) if prefer_N is not None else None)
 
 
-def descend(view: Slice, capacity: Capacity, keys: Keys, level: int, want_P: Ints, bottom: int = 0) -> Ints:
-    """Deals `want_P` units (of the parts at `level`) out to the parts at `bottom`; every want must be within capacity.
+def descend(view: Slice, capacity: Capacity, keys: Keys, level: int, want_P: Ints) -> Ints:
+    """Deals `want_P` units (of the parts at `level`) out to nodes; every want must be within capacity.
 
     Units turn from whole segments into members below the segment level.
     """
     shape = capacity.shape
-    while level > bottom:
-        if shape.segment_size > 1 and level == shape.segment_level:
-            want_P = want_P * shape.segment_size
+    while level > 0:
         level -= 1
-        want_P = _deal(view, capacity.units[level], keys, level, want_P)
-    return want_P
+        want_P = _deal(view, capacity.units[level], keys, level, shape.members(level + 1, want_P))
+    return shape.members(0, want_P)
 
 
 def spread_evenly(view: Slice, capacity: Capacity, keys: Keys, want: int, level: int) -> Ints:

@@ -112,6 +112,27 @@ def pull_of(question: Question, role: str, nodes: Mapping[str, Ints]) -> Ints:
     return np.round(weight_N / top * 1000).astype(np.int64) if top else np.zeros(len(weight_N), dtype=np.int64)
 
 
+def leading(question: Question, view: Slice, role: str, nodes: Mapping[str, Ints]) -> Relation | None:
+    """The tightest hard relation of a role to a placed one; none counts whose level is not below the slice's."""
+    topology = question.topology
+    found = [r for r in question.hard(role) if r.near in nodes and topology.tightness(r.level) < view.top]
+    return min(found, key=lambda each: topology.tightness(each.level), default=None)
+
+
+def wanted_by_peers(
+    question: Question, view: Slice, plan: RolePlan, nodes: Mapping[str, Ints]
+) -> tuple[int, Ints] | None:
+    """The level of a role's leading relation, and the members that its peers call for in every part of the slice."""
+    relation = leading(question, view, plan.demand.role, nodes)
+    if relation is None:
+        return None
+    level = question.topology.tightness(relation.level)
+    near_M = nodes[relation.near][peers(plan.count, len(nodes[relation.near]))]
+    low, high = view.bounds(level)
+    part_M = question.tree.layers[level].part_N[near_M] - low
+    return level, np.bincount(part_M, minlength=high - low)
+
+
 class Packer:
     """Packs one question into one slice."""
 
@@ -155,7 +176,7 @@ class Packer:
         if limit is not None:
             plan = replace(plan, shape=replace(plan.shape, limit=limit))
         prefers = [None, *self._affinity(plan, nodes)]
-        wanted = self._wanted(plan, nodes)
+        wanted = wanted_by_peers(self._question, self._view, plan, nodes)
         found: list[Ints] = []
         for prefer_N in prefers:
             keys = keys_of(self._view, np.maximum(left_NR[:, 0], 0), prefer_N)
@@ -176,29 +197,11 @@ class Packer:
         pull_N = pull_of(self._question, plan.demand.role, nodes)[self._view.first : self._view.last]
         return [pull_N] if pull_N.any() else []
 
-    def _wanted(self, plan: RolePlan, nodes: dict[str, Ints]) -> tuple[int, Ints] | None:
-        """The tightest level of the role's hard relations, and the members that its peers call for in every part."""
-        relation = self._leading(plan, nodes)
-        if relation is None:
-            return None
-        level = self._question.topology.tightness(relation.level)
-        near_M = nodes[relation.near][peers(plan.count, len(nodes[relation.near]))]
-        low, high = self._view.bounds(level)
-        part_M = self._question.tree.layers[level].part_N[near_M] - low
-        return level, np.bincount(part_M, minlength=high - low)
-
-    def _leading(self, plan: RolePlan, nodes: dict[str, Ints]) -> Relation | None:
-        """The tightest hard relation of a role to a placed one; none counts whose level is not below the slice's."""
-        topology = self._question.topology
-        found = [r for r in self._question.hard(plan.demand.role) if r.near in nodes]
-        found = [r for r in found if topology.tightness(r.level) < self._view.top]
-        return min(found, key=lambda each: topology.tightness(each.level), default=None)
-
     def _tighten(self, plan: RolePlan, copies_N: Ints, level: int, want_P: Ints, nodes: dict[str, Ints]) -> None:
         """Lowers how many members of the role that it follows may lie in the domains where this one does not fit."""
         starts_P = self._question.tree.layers[level].starts_P[slice(*self._view.bounds(level))] - self._view.first
         short_P = want_P > np.add.reduceat(copies_N, starts_P)
-        relation = self._leading(plan, nodes)
+        relation = leading(self._question, self._view, plan.demand.role, nodes)
         assert relation is not None, "a role without a relation has no wants that could fail"
         near = next(each for each in self._question.plans if each.demand.role == relation.near)
         low, high = self._view.bounds(level)

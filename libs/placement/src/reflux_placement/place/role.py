@@ -33,6 +33,10 @@ class RolePlan:
         """Units wanted at a level."""
         return self.count // self.shape.segment_size if level >= self.shape.segment_level else self.count
 
+    def plain(self) -> "RolePlan":
+        """The plan without wishes: neither spread nor searched for a tighter root inside its domain."""
+        return replace(self, preferred=0, lowest=0, spread=-1)
+
     def inside(self, required: int, gang_preferred: str, topology: Topology) -> "RolePlan":
         """The plan when the role is the whole gang: the gang's levels count as its own."""
         required = min(required, self.shape.required)
@@ -110,7 +114,7 @@ def _tightest(view: Slice, plan: RolePlan, capacity: Capacity, keys: Keys, level
 
 def fill_part(view: Slice, plan: RolePlan, capacity: Capacity, keys: Keys, level: int, part: int) -> Ints:
     """Members per node of the slice when the whole role goes into one part (index inside the slice)."""
-    inner, cut = _inner(view, level, part)
+    inner, cut = inner_slice(view, level, part)
     capacity = replace(capacity, units=_cut(capacity.units, cut))
     keys = Keys(_cut(keys.free, cut), None if keys.prefer is None else _cut(keys.prefer, cut))
     for lower in range(plan.lowest, level if plan.preferred > plan.lowest else 0):
@@ -141,7 +145,7 @@ def fill_wants(view: Slice, plan: RolePlan, copies_N: Ints, keys: Keys, level: i
         return descend(view, capacity, keys, level, want_P // size)
     count_N = np.zeros(view.last - view.first, dtype=np.int64)
     for part in used.tolist():
-        inner, cut = _inner(view, level, part)
+        inner, cut = inner_slice(view, level, part)
         own = replace(plan, count=int(want_P[part]))
         own_keys = Keys(_cut(keys.free, cut), None if keys.prefer is None else _cut(keys.prefer, cut))
         found_N = place_role(inner, own, copies_N[cut[0]], own_keys)
@@ -151,7 +155,7 @@ def fill_wants(view: Slice, plan: RolePlan, copies_N: Ints, keys: Keys, level: i
     return count_N
 
 
-def _inner(view: Slice, level: int, part: int) -> tuple[Slice, list[slice]]:
+def inner_slice(view: Slice, level: int, part: int) -> tuple[Slice, list[slice]]:
     """The slice of one part (index inside `view`), and where its parts lie among those of `view`, per level."""
     layer = view.tree.layers[level]
     part += view.bounds(level)[0]
