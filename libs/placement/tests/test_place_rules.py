@@ -45,7 +45,7 @@ def test_rules_keep_every_demand_and_place_nothing_that_has_no_place(seed: int) 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_a_rule_places_segments_and_peers_in_their_domains(rule: Rule) -> None:
-    room = Room(cluster([[6, 6], [6, 6]]))
+    room = Room(cluster([[9, 9], [9, 9]]))
     demand = gang(
         role("learner", 8, segment_size=4),
         role("prefill", 2),
