@@ -57,8 +57,9 @@ def find(program: str) -> str | None:
 class Layout:
     """Racks of equal nodes, named r<rack>n<node>; every rack is a leaf switch below one spine."""
 
-    racks: int = 2
-    nodes_per_rack: int = 4
+    racks: tuple[int, ...] = (4, 4)
+    """Nodes of each rack."""
+
     gpus: int = 4
     cpus: int = 8
     memory_mib: int = 16000
@@ -69,7 +70,7 @@ class Layout:
     @property
     def nodes(self) -> list[str]:
         """All node names."""
-        return [f"r{rack}n{node}" for rack in range(self.racks) for node in range(self.nodes_per_rack)]
+        return [f"r{rack}n{node}" for rack, size in enumerate(self.racks) for node in range(size)]
 
 
 class SlurmCluster:
@@ -242,9 +243,8 @@ def _write_files(folder: Path, layout: Layout, control_port: int, node_ports: li
     lines.append("PartitionName=gpu Nodes=ALL Default=YES MaxTime=INFINITE State=UP OverSubscribe=NO")
     if layout.topology:
         lines.append("TopologyPlugin=topology/tree")
-        last = layout.nodes_per_rack - 1
-        switches = [f"SwitchName=rack{rack} Nodes=r{rack}n[0-{last}]" for rack in range(layout.racks)]
-        switches.append(f"SwitchName=spine Switches=rack[0-{layout.racks - 1}]")
+        switches = [f"SwitchName=rack{rack} Nodes=r{rack}n[0-{size - 1}]" for rack, size in enumerate(layout.racks)]
+        switches.append(f"SwitchName=spine Switches=rack[0-{len(layout.racks) - 1}]")
         (folder / "topology.conf").write_text("\n".join(switches) + "\n")
     if layout.gpus:
         device = f"{folder}/dev/nvidia[0-{layout.gpus - 1}]"

@@ -1,6 +1,7 @@
 """Backend `slurm`: grants are Slurm jobs, found again by their names."""
 
 import asyncio
+import importlib
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -19,6 +20,7 @@ from reflux_scheduler.backends.slurm.rest import RestClient
 from reflux_scheduler.backends.slurm.settings import SlurmSettings
 
 _REMEMBERED_GRANTS = 100_000
+_YAML = (".yaml", ".yml")
 
 
 class SlurmBackend(Backend):
@@ -30,6 +32,11 @@ class SlurmBackend(Backend):
     """
 
     def __init__(self, settings: SlurmSettings, launch: AgentLaunch) -> None:
+        """Raises ImportError when a topology.yaml is to be read and PyYAML is not installed."""
+        if settings.topology_file.endswith(_YAML):
+            importlib.import_module("yaml")
+        if not settings.conf:
+            settings = settings.model_copy(update={"conf": launch.environment.get("SLURM_CONF", "")})
         self._settings = settings
         self._launch = launch
         self._client: SlurmClient = RestClient(settings) if settings.rest_url else CommandClient(settings)
@@ -106,10 +113,10 @@ class SlurmBackend(Backend):
     async def _topology_labels(self) -> Labels:
         if self._labels is None:
             settings = self._settings
-            if settings.topology_file.endswith((".yaml", ".yml")):
-                import yaml
-
+            if settings.topology_file.endswith(_YAML):
+                yaml = importlib.import_module("yaml")
                 document = yaml.safe_load(await asyncio.to_thread(Path(settings.topology_file).read_text))
+                self._block = any("block" in entry for entry in document or ())
                 self._labels = parse_topology_yaml(document, settings.topology_name, settings.levels)
                 return self._labels
             text = await self._topology_text()

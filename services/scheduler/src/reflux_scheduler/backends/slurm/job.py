@@ -22,6 +22,9 @@ SEGMENTS_SINCE: Version = (23, 11)
 
 _GRANT = re.compile(r"[A-Za-z0-9_-]+")
 _COMMENT = re.compile(r"nodes=(\S+) cpus=(\d+) mem=(\d+) gpus=(\d+)")
+_FOREIGN = re.compile(r"SLURM|SBATCH_|SRUN_|SALLOC_|CUDA_VISIBLE_DEVICES|ROCR_VISIBLE_DEVICES|GPU_DEVICE_ORDINAL")
+"""What a scheduler inherits when it runs inside a Slurm job itself; sbatch and srun would take it as options."""
+
 _LAUNCHER = "reflux_scheduler.backends.slurm.launcher"
 
 
@@ -115,7 +118,7 @@ def _script(grant_id: str, launch: AgentLaunch, settings: SlurmSettings, compone
 
 
 def _environment(grant_id: str, launch: AgentLaunch, settings: SlurmSettings) -> dict[str, str]:
-    environment = {**launch.environment, "REFLUX_AGENT_GRANT": grant_id}
+    environment = {key: value for key, value in launch.environment.items() if not _FOREIGN.match(key)}
     if settings.conf:
         environment["SLURM_CONF"] = settings.conf
-    return environment
+    return environment | {"REFLUX_AGENT_GRANT": grant_id}
