@@ -360,6 +360,18 @@ def test_a_large_piece_pushes_small_ones_out_of_its_way() -> None:
     _execute(room, live, gang, found)
 
 
+def test_a_rack_bound_pair_on_one_node_leaves_it_whole() -> None:
+    room = Room(_cluster(racks=2, nodes=2))
+    _book(room, "pair", _gang(2, 1, required_level="rack"), [2, 2])
+    _book(room, "other", _gang(2, 1, required_level="rack"), [3, 3])
+    _book(room, "fixed", _gang(2, 1), [0, 1])
+    live = _live(room, fixed=("fixed",))
+    found = plan(room, live, _gang(1))
+    assert isinstance(found, Plan)
+    assert len(found.moves) == 1
+    _execute(room, live, _gang(1), found)
+
+
 def test_a_gang_of_two_roles_gets_room_for_both() -> None:
     room = Room(_cluster(racks=4, nodes=4))
     for rack in range(4):
