@@ -41,7 +41,7 @@ from reflux_placement.policy.view import (
 from reflux_placement.room import Room
 from reflux_placement.topology import Node, Resources, Topology, build_topology
 
-EVENTS, BATCH, CALM_EVERY, SHAPES = 100_000, 8, 1000, 40
+EVENTS, BATCH, CALM_EVERY, SHAPES = 100_000, 12, 1000, 40
 QUEUES = {
     queue.name: queue
     for queue in (

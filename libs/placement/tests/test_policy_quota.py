@@ -5,6 +5,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from policy_worlds import Yard, preempted, racks, started, workers
 
+from reflux_placement.policy.config import PolicyConfig
 from reflux_placement.policy.view import Queue
 from reflux_placement.topology import Resources
 
@@ -122,3 +123,31 @@ def test_priority_inside_a_full_queue_stops_its_own_lower_work() -> None:
     yard.stopped()
     assert started(yard.cycle()) == ["urgent"]
     assert yard.running() == {"urgent", "stranger"}
+
+
+def test_small_jobs_of_a_full_queue_do_not_starve_a_large_one_that_waited_too_long() -> None:
+    for patience, fed in ((1e9, False), (60.0, True)):
+        yard = Yard(racks([4]), [Queue(name="a", limit=Resources(8))], PolicyConfig(patience_seconds=patience))
+        yard.submit("old0", workers(1), queue="a")
+        yard.submit("old1", workers(1), queue="a")
+        yard.cycle()
+        yard.submit("large", workers(2), queue="a")
+        seen: list[str] = []
+        for number in range(6):
+            yard.now += 50.0
+            yard.submit(f"small{number}", workers(1), queue="a")
+            yard.end(*list(yard.live)[:1])
+            seen += started(yard.cycle())
+        assert ("large" in seen) == fed
+
+
+def test_a_job_with_reserved_room_has_its_quota_too() -> None:
+    yard = Yard(racks([4]), [Queue(name="a", limit=Resources(12)), Queue(name="b")])
+    yard.submit("b", workers(2), queue="b", expected_seconds=100.0)
+    yard.cycle()
+    yard.submit("wide", workers(3), queue="a")
+    yard.submit("late", workers(1), queue="a")
+    yard.submit("quick", workers(1), queue="a", expected_seconds=90.0)
+    decision = yard.cycle()
+    assert started(decision) == ["quick"]
+    assert "12 more are promised to older jobs" in decision.waits["late"].sentence

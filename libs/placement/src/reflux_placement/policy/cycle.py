@@ -22,7 +22,7 @@ from reflux_placement.policy.elastic import grow
 from reflux_placement.policy.fairshare import in_order
 from reflux_placement.policy.health import open_nodes
 from reflux_placement.policy.makeroom import RoomMaker, at_least
-from reflux_placement.policy.quota import Excess
+from reflux_placement.policy.quota import NOTHING_PROMISED, Excess, Promised, Row
 from reflux_placement.policy.reasons import Reasons
 from reflux_placement.policy.spares import replace_lost
 from reflux_placement.policy.view import Ask, Claim, Decision, Requeue, View
@@ -58,6 +58,9 @@ class _Cycle:
 
         self._never: set[tuple[GangDemand, tuple[str, ...]]] = set()
         """Do not fit beside these reservations when every live job has left either."""
+
+        self._starved: list[tuple[Ask, Row]] = []
+        """Asks that waited too long for quota: what comes free below the limit is theirs first."""
 
     def run(self) -> Decision:
         """The whole cycle."""
@@ -146,10 +149,7 @@ class _Cycle:
             gang = at_least(ask.gang)
             excess = self._excess(ask, gang) if gang is not ask.gang else excess
         if excess:
-            if self._maker.make_room(ask, excess):
-                self._reasons.being_freed(self._books.evicting[ask.job])
-            else:
-                self._reasons.quota(ask, excess)
+            self._over_quota(ask, gang, excess)
             return
         found = self._books.find(ask, gang)
         if not isinstance(found, Assignment):
@@ -161,7 +161,31 @@ class _Cycle:
         self._block(ask, found)
 
     def _excess(self, ask: Ask, gang: GangDemand) -> list[Excess]:
-        return self._books.ledger.excess(ask.queue, gang.total().row, firm=not ask.preemptible)
+        ledger = self._books.ledger
+        if not ledger.has_limits and not ledger.has_guarantees:
+            return []
+        promised = self._promised(ask) if ledger.has_limits else NOTHING_PROMISED
+        return ledger.excess(ask.queue, gang.total().row, firm=not ask.preemptible, promised=promised)
+
+    def _promised(self, ask: Ask) -> Promised:
+        """What the reservations that bind an ask, and older asks that waited too long for quota, will hold."""
+        sums: dict[str, Row] = {}
+        ahead = [(each.ask, each.amount) for each in self._books.binding(ask)]
+        ahead += [(other, amount) for other, amount in self._starved if other.priority >= ask.priority]
+        for other, amount in ahead:
+            for link in self._books.ledger.path(other.queue):
+                before = sums.get(link.name, (0, 0, 0))
+                sums[link.name] = (before[0] + amount[0], before[1] + amount[1], before[2] + amount[2])
+        return sums
+
+    def _over_quota(self, ask: Ask, gang: GangDemand, excess: list[Excess]) -> None:
+        if self._maker.make_room(ask, excess):
+            self._reasons.being_freed(self._books.evicting[ask.job])
+            return
+        self._reasons.quota(ask, excess)
+        ledger, amount = self._books.ledger, gang.total().row
+        if self._overdue(ask) and ledger.has_limits and ledger.could_ever(ask.queue, amount):
+            self._starved.append((ask, amount))
 
     def _reserved_place(self, ask: Ask) -> Assignment | None:
         """Its reserved room, if that is free: searches within a budget may miss what an earlier one found."""
@@ -234,7 +258,10 @@ class _Cycle:
         if any(each.claim.keeps for each in books.evicting.values()):
             return False
         for ask in self._waiting:
-            if self._reasons.waits[ask.job].cause == "fragmentation" and books.now - ask.submitted_at >= patience:
+            waited = books.now - ask.submitted_at
+            if waited >= patience and self._reasons.waits[ask.job].cause == "fragmentation":
+                if self._excess(ask, at_least(ask.gang)):
+                    continue
                 promised = books.reserved.get(ask.job)
                 if promised is not None and promised.claim.due_at - books.now < patience:
                     return False

@@ -37,7 +37,7 @@ class RoomMaker:
 
     def make_room(self, ask: Ask, excess: Sequence[Excess]) -> bool:
         """Whether room was claimed for the ask; then the actions are decided and the room is withheld."""
-        if not self._attempts_left:
+        if not self._attempts_left or not all(any(each.over) for each in excess):
             return False
         shrinking = self._config.shrinking and not excess and self._elastic()
         stopping = self._config.preemption and self._may_stop_any(ask)

@@ -5,7 +5,7 @@ that its siblings leave idle. A sibling takes its guarantee back by preemption, 
 room that is guaranteed to nobody (as in Run:ai and KAI, where such work stays inside the quota).
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from reflux_placement.errors import InvalidQueue
@@ -13,14 +13,18 @@ from reflux_placement.policy.view import Queue
 from reflux_placement.topology import Resources
 
 Row = tuple[int, int, int]
+Promised = Mapping[str, Row]
+"""By queue, its whole subtree: what asks that are first in line will hold."""
+
+NOTHING_PROMISED: Promised = {}
 _NAMES = ("GPUs", "CPUs", "GiB of memory")
 _UNITS = (1, 1000, 1 << 30)
 
 
 @dataclass(frozen=True, slots=True)
 class Excess:
-    """A bound that an ask would break. `over` is what would have to be given up below `queue`; all zero if nothing
-    given up there would help."""
+    """A bound that an ask would break. `over` is what would have to be given up below `queue`; all zero if what is
+    given up there would be for others first, or no help."""
 
     queue: str
     over: Row
@@ -39,6 +43,7 @@ class Ledger:
         self._paths: dict[str, tuple[Queue, ...]] = {}
         self.used: dict[str, list[int]] = {}
         self._firm: dict[str, list[int]] = {}
+        self.has_limits = any(queue.limit is not None for queue in queues.values())
         self.has_guarantees = any(any(queue.guaranteed.row) for queue in queues.values())
 
     def path(self, queue: str) -> tuple[Queue, ...]:
@@ -66,23 +71,23 @@ class Ledger:
                 for kind in range(3):
                     held[kind] += sign * amount[kind]
 
-    def excess(self, queue: str, amount: Row, *, firm: bool) -> list[Excess]:
-        """The bounds that holding `amount` more would break; empty when it may start."""
+    def excess(self, queue: str, amount: Row, *, firm: bool, promised: Promised = NOTHING_PROMISED) -> list[Excess]:
+        """The bounds that holding `amount` more would break; empty when it may start. `promised` counts as used."""
         broken: list[Excess] = []
         for link in self.path(queue):
-            if link.limit is None:
-                continue
-            used, limit = self.used[link.name], link.limit.row
-            gpus, millicpus, memory_bytes = (
-                max(0, used[kind] + amount[kind] - limit[kind]) if amount[kind] and (limit[kind] or not kind) else 0
-                for kind in range(3)
-            )
-            over = (gpus, millicpus, memory_bytes)
-            if any(over):
-                broken.append(Excess(link.name, over, _limit_sentence(link, used, amount, over)))
+            if link.limit is not None:
+                ahead = promised.get(link.name, (0, 0, 0))
+                if any(_over(link.limit.row, self.used[link.name], amount, ahead)):
+                    over = _over(link.limit.row, self.used[link.name], amount, (0, 0, 0))
+                    broken.append(Excess(link.name, over, _limit_sentence(link, self.used[link.name], amount, ahead)))
         if firm and self.has_guarantees and not broken:
             broken += self._guarantees_taken(queue, amount)
         return broken
+
+    def could_ever(self, queue: str, amount: Row) -> bool:
+        """Whether the limits hold this much when nobody else holds anything."""
+        limits = [link.limit.row for link in self.path(queue) if link.limit is not None]
+        return not any(any(_over(limit, (0, 0, 0), amount, (0, 0, 0))) for limit in limits)
 
     def within_guarantee(self, queue: Queue, amount: Row) -> bool:
         """Whether the queue with `amount` more stays inside its guarantee, which covers what the ask is about."""
@@ -156,11 +161,24 @@ def _within(amount: Row, bound: Row) -> bool:
     return amount[0] <= bound[0] and all(amount[k] <= bound[k] or not bound[k] for k in (1, 2))
 
 
-def _limit_sentence(queue: Queue, used: list[int], amount: Row, over: Row) -> str:
-    kind = next(k for k in range(3) if over[k])
+def _over(limit: Row, used: Sequence[int], amount: Row, ahead: Row) -> Row:
+    """What `used`, `ahead` and `amount` together exceed the limit by, in resources that the amount has any of."""
+    gpus, millicpus, memory_bytes = (
+        max(0, used[kind] + ahead[kind] + amount[kind] - limit[kind])
+        if amount[kind] and (limit[kind] or not kind)
+        else 0
+        for kind in range(3)
+    )
+    return (gpus, millicpus, memory_bytes)
+
+
+def _limit_sentence(queue: Queue, used: Sequence[int], amount: Row, ahead: Row) -> str:
     assert queue.limit is not None
-    held, wanted, limit = (_count(row, kind) for row in (used, amount, queue.limit.row))
-    return f"queue {queue.name} holds {held} of its limit of {limit} {_NAMES[kind]}; this job needs {wanted}"
+    over = _over(queue.limit.row, used, amount, ahead)
+    kind = next(k for k in range(3) if over[k])
+    held, wanted, limit, first = (_count(row, kind) for row in (used, amount, queue.limit.row, ahead))
+    waiting = f", {first} more are promised to older jobs" if ahead[kind] else ""
+    return f"queue {queue.name} holds {held} of its limit of {limit} {_NAMES[kind]}{waiting}; this job needs {wanted}"
 
 
 def _firm_sentence(queue: Queue, kind: int, promised: int, cap: int) -> str:
@@ -171,5 +189,5 @@ def _firm_sentence(queue: Queue, kind: int, promised: int, cap: int) -> str:
     )
 
 
-def _count(row: list[int] | Row, kind: int) -> str:
+def _count(row: Sequence[int], kind: int) -> str:
     return f"{row[kind] / _UNITS[kind]:g}"
