@@ -53,8 +53,8 @@ class RayCluster:
         """Starts nodes at the same time; "r1n0" lies in rack r1."""
         for name in names:
             self._tell(start=name, labels={DOMAIN: f"nvl-{name[:2]}"}, head=False)
-        for _ in names:
-            self._answer()
+        started = [self._answer() for _ in names]
+        assert all(each["address"] for each in started), f"not every node started; see {self.folder}"
 
     def kill(self, name: str) -> None:
         """Ends a node as a power cut would."""
@@ -140,6 +140,7 @@ class NodeParents:
             if os.getppid() == parent:
                 self._be_node(order, output)
         finally:
+            os.write(output, b'{"address": ""}\n')
             os._exit(1)
 
     def _be_node(self, order: dict[str, Any], output: int) -> None:
@@ -178,6 +179,8 @@ def _start_node(folder: str, order: dict[str, Any], address: str) -> Any:
     room = {"num_cpus": 0, "num_gpus": 0} if order["head"] else {"num_cpus": CPUS, "num_gpus": GPUS}
     joining = {} if order["head"] else {"gcs_address": address, "redis_address": address, "node_manager_port": 0}
     sockets = {"raylet_socket_name": f"{folder}/{name}.r", "plasma_store_socket_name": f"{folder}/{name}.p"}
+    for socket in sockets.values():
+        Path(socket).unlink(missing_ok=True)  # of the node's former life
     parameters = RayParams(
         node_name=name, labels=order["labels"], temp_dir=folder, memory=MEMORY_BYTES, object_store_memory=80 << 20,
         min_worker_port=0, max_worker_port=0, include_log_monitor=False, include_dashboard=False, no_monitor=True,

@@ -22,7 +22,7 @@ GrantStage = Literal["asked", "launched", "ending", "ended", "released"]
 become `released`, or `ended` when it has a reason. The last two are tombstones: an id is never granted twice."""
 
 NODE_ID_KEY = "ray.io/node-id"
-GROUP_PREFIX = "reflux-"
+_GROUP_PREFIX = "reflux-"
 _BYTE = 1.0
 
 _WAITING = {
@@ -60,7 +60,7 @@ class Manifest:
     @property
     def group(self) -> str:
         """Name of the placement group."""
-        return f"{GROUP_PREFIX}{self.grant_id}"
+        return f"{_GROUP_PREFIX}{self.grant_id}"
 
     @property
     def gone(self) -> bool:

@@ -34,7 +34,7 @@ def join(options: Mapping[str, Any], argv: list[str], environment: Mapping[str, 
     grants = Grants(cluster, Records(namespace), agent)
     grants.supervise()
     return {
-        "nodes": cluster.described,
+        "nodes": grants.nodes,
         "request": grants.request,
         "release": grants.release,
         "grants": grants.statuses,

@@ -1,6 +1,7 @@
 """Owns what the driver asks of Ray itself: nodes, groups and actors, each in one call. Needs a connected process."""
 
 import inspect
+from collections.abc import Container
 from dataclasses import asdict
 from typing import Any
 
@@ -16,7 +17,6 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from reflux_placement.topology import NOTHING, Resources
 from reflux_scheduler.backends.ray.groups import (
-    GROUP_PREFIX,
     GroupFacts,
     Manifest,
     TopologyForm,
@@ -42,10 +42,10 @@ class Cluster:
         """Nodes by name."""
         return read_nodes(ray.nodes(), self._name_key, state.get_draining_nodes())
 
-    def described(self) -> list[dict[str, Any]]:
-        """Nodes as JSON, with what others hold on them."""
+    def described(self, our_groups: Container[str]) -> list[dict[str, Any]]:
+        """Nodes as JSON, with what others than these groups hold on them."""
         nodes = self.nodes()
-        others = foreign(nodes.values(), available_resources_per_node(), self._ours())
+        others = foreign(nodes.values(), available_resources_per_node(), self._held(our_groups))
         return [{**asdict(node), "foreign": asdict(others.get(node.name, NOTHING))} for node in nodes.values()]
 
     def alive(self) -> frozenset[str]:
@@ -89,11 +89,12 @@ class Cluster:
         """A living actor by name. Raises ValueError when it has just died."""
         return ray.get_actor(name, namespace=self._namespace)
 
-    def _ours(self) -> dict[str, Resources]:
-        """What bundles of grants hold, by node id."""
+    @staticmethod
+    def _held(names: Container[str]) -> dict[str, Resources]:
+        """What the bundles of these groups hold, by node id."""
         held: dict[str, Resources] = {}
         for row in placement_group_table().values():
-            if row["name"].startswith(GROUP_PREFIX) and row["state"] != "REMOVED":
+            if row["name"] in names and row["state"] != "REMOVED":
                 for index, node_id in row["bundles_to_node_id"].items():
                     held[node_id] = held.get(node_id, NOTHING) + amounts(row["bundles"][index])
         return held

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
@@ -87,9 +87,14 @@ class Grants:
             if manifest.stage == "ended":
                 self._records.put(manifest.at("released", time.time()))
                 return
-            manifest = manifest.at("ending", time.time())
+            # Without a reason of its own an end is a release.
+            manifest = replace(manifest, stage="ending", reason="", changed_at=time.time())
             self._records.put(manifest)
         self._tear_down(manifest)
+
+    def nodes(self) -> list[dict[str, Any]]:
+        """Every node that the cluster knows, as JSON."""
+        return self._cluster.described({manifest.group for manifest in self._records.all(fresh=False)})
 
     def statuses(self) -> list[dict[str, Any]]:
         """Every grant that is not released, as fields of a GrantStatus."""
