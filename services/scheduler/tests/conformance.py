@@ -85,12 +85,13 @@ class World(ABC):
             f'[[block.rack]]\nname = "rack-{number}"\nnode_type = "node"\nnodes = {json.dumps(list(rack))}\n'
             for number, rack in enumerate(self.racks)
         )
+        held_back = f"[spares]\nnodes = {json.dumps(list(spares))}\n" if spares else ""
         topology = Path(self.stack.environment["REFLUX_SCHEDULER_TOPOLOGY"])
         topology.write_text(
             '[cluster]\nname = "world"\n'
             f'[node_types.node]\ngpus = {self.gpus}\ncpus = 4\nmemory = "8GiB"\n'
-            f'[[block]]\nname = "block"\n{racks}'
-            + (f"[spares]\nnodes = {json.dumps(list(spares))}\n" if spares else "")
+            f'[[block]]\nname = "block"\n{racks}{held_back}'
+           
         )
         self.stack.start_scheduler(**FAST, **self.settings())
 
