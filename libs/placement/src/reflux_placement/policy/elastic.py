@@ -64,13 +64,9 @@ def grow(
     Args:
         room: what is free after everything else was placed in this cycle.
         live: the running jobs.
-        waiting: asks that wait for room and hold no reservation. While there is one, nobody grows: idle nodes are how
-            its room comes together.
+        waiting: asks that wait for room without a reservation; while there is one, nobody grows.
         reserved: node indices that a reservation has promised; nobody grows into them.
         may_hold: (queue, amount) -> whether the queue may hold that much more than at the start of this call (quota).
-
-    Returns:
-        One Resize per job that grew. Every job gets the largest size that fits near its fair target.
     """
     if waiting:
         return []
