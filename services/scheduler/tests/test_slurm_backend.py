@@ -210,7 +210,8 @@ async def test_a_released_grant_leaves_no_process_and_never_comes_back(cluster, 
     await backend.release("free-0")
     await backend.release("free-0")
     await backend.release("never-was-0")
-    await gone("free-0")
+    await until(backend, "free-0", lambda status: status.state == "ended")
+    assert not processes("free-0")
     await backend.request(wanted)
     async with backend_of(cluster) as successor:
         await successor.request(wanted)

@@ -132,12 +132,24 @@ def record(state, number=1, name="reflux-j-0", nodes=("n1", "n2"), asked=("n1", 
     return JobRecord(number, name, state, reason, nodes, asked, told)
 
 
+ENDED = (
+    "COMPLETED",
+    "CANCELLED",
+    "FAILED",
+    "TIMEOUT",
+    "PREEMPTED",
+    "NODE_FAIL",
+    "BOOT_FAIL",
+    "OUT_OF_MEMORY",
+    "DEADLINE",
+)
+
+
 @pytest.mark.parametrize(
     ("state", "expected"),
     [
         ("PENDING", "waiting"), ("CONFIGURING", "waiting"), ("RUNNING", "granted"), ("SUSPENDED", "granted"),
-        *((each, "ended") for each in ("COMPLETING", "COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "PREEMPTED",
-                                       "NODE_FAIL", "BOOT_FAIL", "OUT_OF_MEMORY", "DEADLINE", "NEW_IN_SLURM_99")),
+        ("COMPLETING", "granted"), *((each, "ended") for each in (*ENDED, "NEW_IN_SLURM_99")),
     ],
 )  # fmt: skip
 def test_every_state_of_a_job_is_one_of_a_grant(state, expected):
@@ -152,6 +164,9 @@ def test_nodes_are_lost_when_slurm_takes_them_out_or_a_component_fails():
     single = record("NODE_FAIL", 2, "reflux-j-0.1", nodes=("n3",), asked=("n3",))
     mixed = states.grant_status("j-0", [record("RUNNING"), single])
     assert (mixed.state, mixed.lost_nodes) == ("granted", ("n3",))
+    ending = record("COMPLETING", 3, "reflux-j-0.2", nodes=("n4",), asked=("n4", "n5"))
+    assert states.grant_status("j-0", [record("RUNNING"), ending]).lost_nodes == ("n4", "n5")
+    assert states.grant_status("j-0", [single, ending]).lost_nodes == ()
     over = states.grant_status("j-0", [record("NODE_FAIL")])
     assert (over.state, over.lost_nodes) == ("ended", ("n1", "n2"))
 

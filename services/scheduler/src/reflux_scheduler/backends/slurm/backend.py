@@ -84,14 +84,14 @@ class SlurmBackend(Backend):
         async with self._alone(grant_id):
             self._remember(grant_id)
             records = states.by_grant(await self._client.jobs(PREFIX)).get(grant_id, [])
-            await self._client.cancel([record.id for record in records if not states.ended(record)])
+            await self._client.cancel([record.id for record in records if states.cancellable(record)])
 
     async def grants(self) -> Mapping[str, GrantStatus]:
         found: dict[str, GrantStatus] = {}
         unwanted: list[int] = []
         for grant_id, records in states.by_grant(await self._client.jobs(PREFIX)).items():
             kept, extra = states.split_duplicates(records)
-            unwanted += [record.id for record in extra if not states.ended(record)]
+            unwanted += [record.id for record in extra if states.cancellable(record)]
             found[grant_id] = states.grant_status(grant_id, kept)
             if found[grant_id].state == "ended":
                 self._remember(grant_id)

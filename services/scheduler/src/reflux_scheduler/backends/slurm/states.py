@@ -10,14 +10,16 @@ from reflux_scheduler.backends.slurm.job import grant_of, parse_comment
 
 WAITING = frozenset({"PENDING", "CONFIGURING", "RESV_DEL_HOLD", "REQUEUE_FED", "REQUEUE_HOLD", "REQUEUED"})
 RUNNING = frozenset({"RUNNING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING"})
-HOLDING = RUNNING | {"CONFIGURING", "COMPLETING"}
+COMPLETING = "COMPLETING"
+"""It will not run any more, but processes of it may be left on its nodes. Slurm bounds how long that takes."""
+
+HOLDING = RUNNING | {"CONFIGURING", COMPLETING}
 """States of a job that has an allocation."""
 
 _ENDS = {
     "BOOT_FAIL": "its nodes failed to boot",
     "CANCELLED": "cancelled",
     "COMPLETED": "all its agents have ended",
-    "COMPLETING": "is ending",
     "DEADLINE": "its deadline has passed",
     "FAILED": "its agents have failed",
     "NODE_FAIL": "a node has failed",
@@ -34,8 +36,13 @@ _RESERVED_FLAGS = frozenset({"MAINTENANCE", "MAINT", "RESERVED"})
 
 
 def ended(record: JobRecord) -> bool:
-    """Whether a job will not run any more; its processes may be ending still."""
-    return record.state not in WAITING and record.state not in RUNNING
+    """Whether nothing of a job is left."""
+    return record.state not in WAITING and record.state not in HOLDING
+
+
+def cancellable(record: JobRecord) -> bool:
+    """Whether a job is neither over nor about to be."""
+    return not ended(record) and record.state != COMPLETING
 
 
 def by_grant(records: Iterable[JobRecord]) -> dict[str, list[JobRecord]]:
@@ -57,19 +64,22 @@ def split_duplicates(records: Sequence[JobRecord]) -> tuple[list[JobRecord], lis
 
 
 def grant_status(grant_id: str, records: Sequence[JobRecord]) -> GrantStatus:
-    """What the components of one job say together. A component that ended while others run has lost its nodes."""
+    """What the components of one job say together. A component that ended while others run has lost its nodes; a job
+    that is ending keeps its room until its last process is gone."""
     native = f"slurm job {records[0].id}"
     over = [record for record in records if ended(record)]
     if len(over) == len(records):
         failed = {node for record in records if record.state == "NODE_FAIL" for node in wanted(record)}
         return GrantStatus(grant_id, "ended", native, _end(over[0]), tuple(sorted(failed)))
+    if all(record.state == COMPLETING or ended(record) for record in records):
+        return GrantStatus(grant_id, "granted", native, f"completing: {native} is ending")
     waiting = [record for record in records if record.state in WAITING]
     if waiting:
         said = [f"{record.state.lower()}: {record.reason}" for record in waiting if record.reason]
         return GrantStatus(grant_id, "waiting", native, said[0] if said else waiting[0].state.lower())
     lost = {node for record in over for node in wanted(record)}
     for record in records:
-        lost |= set(wanted(record)) - set(record.nodes)
+        lost |= set(wanted(record)) - (set(record.nodes) if record.state in RUNNING else set())
     said = [_end(record) for record in over] + [r.state.lower() for r in records if r.state in RUNNING - {"RUNNING"}]
     return GrantStatus(grant_id, "granted", native, said[0] if said else "", tuple(sorted(lost)))
 

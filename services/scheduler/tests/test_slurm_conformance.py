@@ -1,0 +1,105 @@
+"""The conformance suite on backend `slurm`: a real Slurm whose job steps are real agents.
+
+Every agent is a new Python here, so that the tests with the most of them run in `make soak` only.
+"""
+
+import contextlib
+import os
+import signal
+from pathlib import Path
+from types import FunctionType
+
+import conformance
+import pytest
+from conformance import World
+from slurm_cluster import Layout, SlurmCluster, slurm_cluster, why_not
+
+QUICK = (
+    "test_a_gang_runs_as_one_with_its_environment_and_a_cancel_leaves_nothing",
+    "test_a_restarted_scheduler_adopts_what_runs_and_can_still_stop_it",
+)
+AGENT = b"reflux_scheduler.agent.main"
+LAUNCHER = b"reflux_scheduler.backends.slurm.launcher"
+
+pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "runs")
+
+
+def copy(test: FunctionType) -> FunctionType:
+    """A test of our own: marks on the original would count for every backend."""
+    own = FunctionType(test.__code__, test.__globals__, test.__name__, test.__defaults__, test.__closure__)
+    return own if test.__name__ in QUICK else pytest.mark.slow(own)
+
+
+globals().update({name: copy(getattr(conformance, name)) for name in conformance.__all__})
+
+
+class SlurmWorld(World):
+    """Racks of three and two nodes."""
+
+    racks = (("r0n0", "r0n1", "r0n2"), ("r1n0", "r1n1"))
+    cluster: SlurmCluster
+
+    def settings(self) -> dict[str, str]:
+        options = self.stack.folder / "slurm.toml"
+        options.write_text(
+            f'conf = "{self.cluster.conf}"\nwork_dir = "{self.cluster.folder}"\nagent_host = "loopback"\n'
+            f'log_dir = "{self.stack.folder}"\n'
+        )
+        return {
+            "REFLUX_SCHEDULER_BACKEND": "slurm",
+            "REFLUX_SCHEDULER_BACKEND_OPTIONS": str(options),
+            "REFLUX_STATE_DIR": str(self.stack.folder / "state"),
+        }
+
+    async def kill_node(self, node: str) -> None:
+        self.cluster.kill(node)
+        for pid, environment in self._processes(b""):
+            if f"SLURMD_NODENAME={node}".encode() in environment:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+    async def revive_node(self, node: str) -> None:
+        self.cluster.start(node)
+
+    async def occupy(self, node: str) -> None:
+        size = (f"--nodelist={node}", "--exclusive", "--mem=0", f"--gres=gpu:{self.gpus}", "--output=/dev/null")
+        self.cluster.run("sbatch", f"--job-name=on-{node}", *size, "--wrap=sleep 600")
+        await self.until(lambda: self._state(node) == "RUNNING", "start of the foreign job")
+
+    async def vacate(self, node: str) -> None:
+        self.cluster.run("scancel", f"--name=on-{node}")
+
+    def agents(self) -> list[int]:
+        return [pid for pid, _ in self._processes(AGENT)]
+
+    def _state(self, node: str) -> str:
+        return self.cluster.run("squeue", "-h", "-n", f"on-{node}", "-o", "%T").strip()
+
+    def _processes(self, program: bytes) -> list[tuple[int, list[bytes]]]:
+        """Processes of job steps of this cluster with their environments; srun and launchers name the agent too."""
+        found = []
+        ours = f"SLURM_CONF={self.cluster.conf}".encode()
+        for entry in Path("/proc").iterdir():
+            with contextlib.suppress(OSError, ValueError):
+                words = (entry / "cmdline").read_bytes()
+                if program and (program not in words or LAUNCHER in words):
+                    continue
+                environment = (entry / "environ").read_bytes().split(b"\0")
+                if ours in environment and any(each.startswith(b"SLURM_STEP_ID=") for each in environment):
+                    found.append((int(entry.name), environment))
+        return found
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with slurm_cluster(Layout(racks=(3, 2), cpus=4, memory_mib=8192)) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def world(own_stack, client, cluster):
+    world = SlurmWorld(own_stack, client)
+    world.cluster = cluster
+    yield world
+    own_stack.close()
+    cluster.clear()
