@@ -30,6 +30,16 @@ def healing_stack(tmp_path_factory, valkey, zygote):
         stack.close()
 
 
+@pytest.fixture(scope="session")
+def ray_nodes():
+    """A real Ray cluster: a head without room and two racks of two nodes."""
+    pytest.importorskip("ray", reason="the extra reflux-scheduler[ray] is not installed")
+    import ray_cluster
+
+    with ray_cluster.running("r0n0", "r0n1", "r1n0", "r1n1") as cluster:
+        yield cluster
+
+
 @pytest.fixture
 async def stack(healing_stack):
     """Scheduler and agents n1, n2 run; jobs that a test leaves behind are cancelled after it."""

@@ -26,7 +26,7 @@ KEPT_FINAL_JOBS = 500
 class Book:
     """Methods may raise RedisError or NotLeading: then nothing has changed."""
 
-    def __init__(self, store: Store, ledger: Ledger, metrics: Metrics, woken: Callable[[], None]) -> None:
+    def __init__(self, store: Store, ledger: Ledger, metrics: Metrics, woken: Callable[[str], None]) -> None:
         self._store = store
         self._ledger = ledger
         self._metrics = metrics
@@ -68,12 +68,12 @@ class Book:
             raise UnknownJob(f"there is no job 'jobs/{job_id[:64]}'") from None
 
     def at(self, post: Post) -> frozenset[str]:
-        """Jobs that have, or are leaving, a place at an agent."""
+        """Jobs that may have members under an agent."""
         return frozenset(self._posts.get(post, ()))
 
     @property
     def posts(self) -> Mapping[Post, set[str]]:
-        """Jobs by agent."""
+        """Jobs that were started, by agent."""
         return self._posts
 
     async def create(self, request_id: str, make: Callable[[int], Job]) -> Job:
@@ -147,7 +147,7 @@ class Book:
         ):
             self._ledger.sync(after)
         moved = after.placement is not before.placement or after.retiring is not before.retiring
-        if moved or after.parts is not before.parts or after.final:
+        if moved or after.parts is not before.parts or after.state != before.state:
             self._index(after)
 
     def _tell(self, before: Job, after: Job) -> None:
@@ -158,11 +158,11 @@ class Book:
                     log.info("%s %s", after.name, event.text)
             self._pulses.pop(after.id, asyncio.Event()).set()
             self._metrics.changed(before, after)
-            self._woken()
+            self._woken(after.id)
 
     def _index(self, job: Job) -> None:
         posts: frozenset[Post] = frozenset()
-        if job.placement is not None and not job.final:
+        if job.placement is not None and job.state in ("STARTING", "RUNNING"):
             seats = (*job.placement.seats(), *job.retiring)
             posts = frozenset((seat.node, job.grant_id(seat.part)) for seat in seats)
         for post in self._posts_of.pop(job.id, frozenset()) - posts:

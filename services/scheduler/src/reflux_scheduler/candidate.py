@@ -93,11 +93,11 @@ class Candidate:
             crew.term = self._leadership.term
             controller: Controller | None = None
 
-            def wake() -> None:
+            def heard(grant_ids: frozenset[str]) -> None:
                 if controller is not None:
-                    controller.wake()
+                    controller.heard_grants(grant_ids)
 
-            grants = Grants(self._backend, plan.poll_seconds, wake)
+            grants = Grants(self._backend, plan.poll_seconds, heard)
             controller = Controller(
                 store,
                 ledger,

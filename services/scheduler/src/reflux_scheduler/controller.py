@@ -23,7 +23,7 @@ from reflux_scheduler.driver import JobDriver, Tools
 from reflux_scheduler.errors import NotLeading
 from reflux_scheduler.fleet import Fleet, Post
 from reflux_scheduler.grants import Grants
-from reflux_scheduler.job import Job, JobSpec
+from reflux_scheduler.job import Heard, Job, JobSpec
 from reflux_scheduler.ledger import Ledger
 from reflux_scheduler.metrics import Metrics
 from reflux_scheduler.nodes import Nodes
@@ -33,6 +33,9 @@ from reflux_scheduler.store import Store
 log = logging.getLogger(__name__)
 
 _TICK_SECONDS = 1.0
+_MANY_NODES = 500
+"""Of more nodes than this not every agent that comes makes a look at all of them; the next tick does."""
+
 _CYCLE_SECONDS = 2.0
 """How often the policy looks anew when only time has passed (reservations, minimum run times, damping)."""
 
@@ -63,8 +66,11 @@ class Controller:
         self._wake = asyncio.Event()
         self._due = True
         self._cycled_at = 0.0
-        self._conditions: Mapping[str, NodeCondition] = {}
-        self.book = Book(store, ledger, metrics, self.wake_policy)
+        self._ticked_at = 0.0
+        self._registrations = -1
+        self._lost_posts: dict[Post, str] = {}
+        self._down: dict[int, bool] = {}
+        self.book = Book(store, ledger, metrics, self.wake_job)
         self._claims = Claims(store, ledger.topology)
         self.planner = Planner(self.book, ledger, nodes, rules, self._claims, metrics)
         self._tools = Tools(self.book, ledger, fleet, crew, grants, start_seconds)
@@ -162,6 +168,30 @@ class Controller:
         self._due = True
         self._wake.set()
 
+    def wake_job(self, job_id: str) -> None:
+        """A job changed."""
+        driver = self._drivers.get(job_id)
+        if driver is not None:
+            driver.nudge()
+        self.wake_policy()
+
+    def heard_grants(self, grant_ids: frozenset[str]) -> None:
+        """The cluster said something new of these grants, or of its nodes."""
+        for grant_id in grant_ids:
+            driver = self._drivers.get(grant_id.rpartition("-")[0])
+            if driver is not None:
+                driver.nudge()
+        self.wake()
+
+    def registered(self, post: Post) -> list[str]:
+        """After an agent came: its members that nobody wants."""
+        waiting = [post[1].rpartition("-")[0]] if post[1] else list(self._drivers)
+        for job_id in waiting:
+            driver = self._drivers.get(job_id)
+            if driver is not None:
+                driver.nudge()
+        return self.heard(post)
+
     def heard(self, post: Post) -> list[str]:
         """After an agent spoke: the ids of its members that nobody wants. The reports are applied soon after."""
         self.wake()
@@ -202,46 +232,62 @@ class Controller:
             job_id, why = next(iter(self.book.homeless.items()))
             await self.book.change(job_id, lambda job, why=why: _abandon(job, why))
             del self.book.homeless[job_id]
+        now = time.monotonic()
+        ticked = now - self._ticked_at >= _TICK_SECONDS / 2
         await self._hear()
-        if self._look():
-            self._due = True
-        await self._store.set_health(self.nodes.unsaved())
-        if self._due or time.monotonic() - self._cycled_at > _CYCLE_SECONDS:
+        came = self.fleet.registrations != self._registrations
+        if ticked or (came and self.topology.num_nodes <= _MANY_NODES):
+            self._registrations = self.fleet.registrations
+            await self._count_lost(now)
+            self._due = self._look() or self._due
+            await self._store.set_health(self.nodes.unsaved())
+        if self._due or now - self._cycled_at > _CYCLE_SECONDS:
             self._due = False
-            self._cycled_at = time.monotonic()
+            self._cycled_at = now
             await self.planner.cycle()
+            self._drive()
+        if ticked:
+            self._ticked_at = now
+            await self.book.forget_old()
+            self._metrics.observe(self)
+
+    def _drive(self) -> None:
+        """Every placed job has a driver; where somebody left, those who wait for that are told."""
+        left = self.ledger.take_left()
         for job in list(self.book.jobs.values()):
-            if job.placement is not None and not job.final and job.id not in self._drivers:
-                self._drivers[job.id] = JobDriver(job.id, self._tools, self._driver_done)
-        for driver in list(self._drivers.values()):
-            driver.nudge()
-        await self.book.forget_old()
-        self._metrics.observe(self)
+            if job.placement is not None and not job.final:
+                driver = self._drivers.get(job.id)
+                if driver is None:
+                    self._drivers[job.id] = JobDriver(job.id, self._tools, self._driver_done)
+                elif left and job.state == "PLACED":
+                    driver.nudge()
 
     async def _hear(self) -> None:
-        """Applies what agents said since the last round, and what their silence says."""
-        now, by_job = time.monotonic(), {}
+        """Applies what agents said since the last round."""
+        by_job: dict[str, dict[Post, Heard]] = {}
         for post, heard in self.fleet.fresh().items():
             for job_id in self.book.at(post):
                 by_job.setdefault(job_id, {})[post] = heard
         for job_id, words in by_job.items():
             await self.book.change(job_id, lambda job, words=words: jobs.observe(job, words, time.time()))
-        for post, why in self._silent(now).items():
+
+    async def _count_lost(self, now: float) -> None:
+        """Applies what the silence of agents says."""
+        self._lost_posts = self._silent(now)
+        for post, why in self._lost_posts.items():
             for job_id in self.book.at(post):
-                await self.book.change(job_id, lambda job, post=post, why=why: self._lost(job, post, why))
+                await self.book.change(job_id, lambda job, post=post, why=why: self._lose(job, post, why))
 
     def _silent(self, now: float) -> dict[Post, str]:
         """Posts with jobs whose agents are gone for good, or whose grants lost the node, and why."""
         lost: dict[Post, str] = {}
-        for post, holders in self.book.posts.items():
-            node, grant = post
-            status = self.grants.status(grant) if grant else None
-            if status is not None and node in status.lost_nodes:
-                lost[post] = f"node {node} is lost: {status.reason or 'the cluster took it away'}"
-            elif self.fleet.is_lost(post, now) and any(self._was_there(self.book.get(job), post) for job in holders):
-                lost[post] = (
-                    f"node {node} is lost: its agent was silent for {self.fleet.silent_seconds(post, now):.0f} s"
-                )
+        for post, why in self.grants.lost_posts().items():
+            if post in self.book.posts:
+                lost[post] = why
+        for post in self.fleet.silent(self.book.posts.keys(), now):
+            if post not in lost and any(self._was_there(self.book.get(job), post) for job in self.book.at(post)):
+                silent = self.fleet.silent_seconds(post, now)
+                lost[post] = f"node {post[0]} is lost: its agent was silent for {silent:.0f} s"
         return lost
 
     @staticmethod
@@ -254,7 +300,7 @@ class Controller:
             status.incarnation and (status.node, job.grant_id(status.part)) == post for status in job.members.values()
         )
 
-    def _lost(self, job: Job, post: Post, why: str) -> Job:
+    def _lose(self, job: Job, post: Post, why: str) -> Job:
         job = jobs.node_lost(job, *post, why, time.time())
         if self.topology.num_nodes == 1:
             # There is no other place, and nobody knows whether this one comes back: a person has to decide.
@@ -263,31 +309,39 @@ class Controller:
 
     def _look(self) -> bool:
         """Brings node states up to date; whether the policy has something new to think of."""
-        now = time.monotonic()
-        doubted: frozenset[str] = frozenset()
-        lost = {node: why for (node, grant), why in self._silent(now).items() if grant}
+        doubted: frozenset[int] = frozenset()
+        lost = {node: why for (node, grant), why in self._lost_posts.items() if grant}
         if self.grants.shared_agents:
-            conditions, doubted = self._conditions_of_agents(now)
+            news, doubted = self._news_of_agents(time.monotonic())
+        elif self.grants.known:
+            news = self.grants.take_news()
         else:
-            conditions = self.grants.conditions
-        return self.nodes.look(conditions, doubted, lost, time.time())
+            return False  # No node takes work before the cluster was asked for the first time.
+        return self.nodes.look(news, doubted, lost, time.time())
 
-    def _conditions_of_agents(self, now: float) -> tuple[dict[str, NodeCondition], frozenset[str]]:
-        conditions: dict[str, NodeCondition] = {}
-        doubted: set[str] = set()
-        for node in self.topology.nodes:
-            post = (node.name, "")
-            if self.fleet.is_lost(post, now):
-                conditions[node.name] = NodeCondition("down", "no agent")
-                continue
-            conditions[node.name] = NodeCondition("up")
-            if not self.fleet.is_available(post, now):
-                doubted.add(node.name)
-        return conditions, frozenset(doubted)
+    def _news_of_agents(self, now: float) -> tuple[dict[str, NodeCondition], frozenset[int]]:
+        """Nodes whose own agents came or went for good, and those whose agents are silent for a while."""
+        fleet, news = self.fleet, {}
+        heard_at = {node: agent.heard_at for (node, grant), agent in fleet.agents().items() if not grant}
+        doubted: set[int] = set()
+        never = fleet.never_heard_seconds(now) >= fleet.terms.lost_seconds
+        for index, node in enumerate(self.topology.nodes):
+            heard = heard_at.get(node.name)
+            down = never if heard is None else now - heard >= fleet.terms.lost_seconds
+            if down is not self._down.get(index):
+                self._down[index] = down
+                news[node.name] = _NO_AGENT if down else _UP
+            if not down and (heard is None or now - heard >= fleet.terms.doubt_seconds):
+                doubted.add(index)
+        return news, frozenset(doubted)
 
     def _driver_done(self, job_id: str) -> None:
         self._drivers.pop(job_id, None)
-        self.wake()
+        self.wake_policy()
+
+
+_UP = NodeCondition("up")
+_NO_AGENT = NodeCondition("down", "no agent")
 
 
 def _abandon(job: Job, why: str) -> Job:

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import random
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
@@ -23,6 +24,7 @@ from reflux_scheduler.ledger import Ledger
 log = logging.getLogger(__name__)
 
 _RETRY_SECONDS = 0.5
+_LOOK_SECONDS = 4.0
 _PARALLEL_CALLS = 64
 MAX_SLOW_STARTS = 3
 
@@ -77,13 +79,19 @@ class JobDriver:
                     log.warning("jobs/%s: Redis does not answer (%s)", self._job_id, type(error).__name__)
                     await asyncio.sleep(_RETRY_SECONDS)
                 if not again:
-                    await self._nudged.wait()
+                    await self._rest()
         except (UnknownJob, NotLeading):
             log.info("jobs/%s is not driven by this scheduler any more", self._job_id)
         except Exception:  # task boundary: the controller makes a new driver at its next round
             log.exception("jobs/%s: the driver failed", self._job_id)
         finally:
             self._done(self._job_id)
+
+    async def _rest(self) -> None:
+        """Until somebody nudges; deadlines need no more than a look now and then."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_LOOK_SECONDS * (0.5 + random.random())):
+                await self._nudged.wait()
 
     async def _complain(self, text: str) -> None:
         """Says once, in the log and in the job, what the job is held up by."""

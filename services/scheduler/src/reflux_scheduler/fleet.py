@@ -55,11 +55,14 @@ class Fleet:
         self._agents: dict[Post, Agent] = {}
         self._fresh: set[Post] = set()
         self._since: dict[Post, float] = {}
+        self.registrations = 0
+        """Grows with every registration."""
 
     def register(self, post: Post, address: str, incarnation: str, reports: Iterable[Report], now: float) -> None:
         """A new agent, or the same one again; the latest owns the post."""
         self._agents[post] = Agent(address, incarnation, now, {report.role_id: report for report in reports})
         self._fresh.add(post)
+        self.registrations += 1
 
     def heartbeat(self, post: Post, incarnation: str, reports: Iterable[Report], now: float) -> None:
         """Renews a lease.
@@ -106,6 +109,13 @@ class Fleet:
         self._agents.pop(post, None)
         self._since.pop(post, None)
 
+    def silent(self, posts: Iterable[Post], now: float) -> list[Post]:
+        """Of these posts the ones that are lost: silent for so long that their members are gone for sure."""
+        seconds = self.terms.lost_seconds
+        agents = self._agents
+        lost = [post for post in posts if (agent := agents.get(post)) is not None and now - agent.heard_at >= seconds]
+        return lost + [post for post in posts if post not in agents and self.is_lost(post, now)]
+
     def is_available(self, post: Post, now: float) -> bool:
         """Whether new work may go there."""
         agent = self._agents.get(post)
@@ -116,6 +126,10 @@ class Fleet:
         it was expected when that was later."""
         agent = self._agents.get(post)
         return now - (agent.heard_at if agent else max(self._started_at, self._since.get(post, 0.0)))
+
+    def never_heard_seconds(self, now: float) -> float:
+        """How long a node's own agent that never spoke was waited for."""
+        return now - self._started_at
 
     def is_lost(self, post: Post, now: float) -> bool:
         """Whether the members of a post are gone for sure."""

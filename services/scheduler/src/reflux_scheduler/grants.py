@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 class Grants:
     """The backend as the drivers see it. Times are monotonic, in seconds."""
 
-    def __init__(self, backend: Backend, poll_seconds: float, heard: Callable[[], None]) -> None:
+    def __init__(self, backend: Backend, poll_seconds: float, heard: Callable[[frozenset[str]], None]) -> None:
         self.backend = backend
         self.shared_agents = backend.shared_agents
         self._poll_seconds = poll_seconds
@@ -27,9 +27,15 @@ class Grants:
         self._asked: dict[str, float] = {}
         self._released: dict[str, float] = {}
         self._poke = asyncio.Event()
-        self.conditions: Mapping[str, NodeCondition] = {}
+        self._conditions: Mapping[str, NodeCondition] = {}
+        self._news: dict[str, NodeCondition] = {}
         self.away = ""
         """Why the cluster cannot be asked now; empty when it answers."""
+
+    @property
+    def known(self) -> bool:
+        """Whether the cluster has answered once."""
+        return self._listed_at > float("-inf")
 
     async def request(self, job: Job, part: int) -> None:
         """Asks for a part once per life of this scheduler. Raises BackendAway or GrantRefused."""
@@ -76,9 +82,9 @@ class Grants:
                 if not self.away:
                     log.warning("the cluster does not answer: %s", error)
                 self.away = str(error)
+                self._heard(frozenset())
             except Exception:  # task boundary: one bad answer must not end the polling
                 log.exception("asking the cluster failed")
-            self._heard()
             try:
                 async with asyncio.timeout(self._poll_seconds):
                     await self._poke.wait()
@@ -89,14 +95,39 @@ class Grants:
     async def look(self, wanted: Callable[[], frozenset[str]]) -> None:
         """Asks once. Raises BackendAway."""
         asked_at = time.monotonic()
-        self.conditions = await self.backend.conditions()
+        conditions = await self.backend.conditions()
         listed = await self.backend.grants()
+        self._note_conditions(conditions)
+        before, known = self._listed, wanted()
         self._listed, self._listed_at, self.away = listed, asked_at, ""
-        known = wanted()
+        changed = {grant_id for grant_id in known if listed.get(grant_id) != before.get(grant_id)}
+        self._heard(frozenset(changed | (known - listed.keys()) | self._released.keys()))
         for grant_id, status in listed.items():
             if grant_id not in known and status.state != "ended":
                 log.warning("grant %s (%s) belongs to no job and is given back", grant_id, status.native or "no name")
                 await self.backend.release(grant_id)
+
+    def lost_posts(self) -> dict[tuple[str, str], str]:
+        """Nodes that the cluster took away from grants, by node and grant, and why."""
+        return {
+            (node, grant_id): f"node {node} is lost: {status.reason or 'the cluster took it away'}"
+            for grant_id, status in self._listed.items()
+            for node in status.lost_nodes
+        }
+
+    def take_news(self) -> dict[str, NodeCondition]:
+        """What the cluster says of nodes of which it said something else before, since the last call."""
+        news, self._news = self._news, {}
+        return news
+
+    def _note_conditions(self, conditions: Mapping[str, NodeCondition]) -> None:
+        old = self._conditions
+        self._news |= {node: said for node, said in conditions.items() if old.get(node) != said}
+        self._news |= dict.fromkeys(old.keys() - conditions.keys(), _UNKNOWN)
+        self._conditions = conditions
+
+
+_UNKNOWN = NodeCondition("down", "the cluster does not know it any more")
 
 
 def _grant(job: Job, part: int) -> Grant:

@@ -25,6 +25,7 @@ class Ledger:
         self.room = Room(topology)
         self._planned: dict[str, Placement] = {}
         self._standing: dict[str, list[Holding]] = {}
+        self._left = False
         self._names = [node.name for node in topology.nodes]
 
     def sync(self, job: Job) -> None:
@@ -41,6 +42,12 @@ class Ledger:
             self._standing[job.name] = [self.holding(job, each) for each in standing]
             if not standing:
                 del self._standing[job.name]
+                self._left = True
+
+    def take_left(self) -> bool:
+        """Whether somebody has left room that is promised to others, since the last call."""
+        left, self._left = self._left, False
+        return left
 
     def take(self, job: Job, assignment: Assignment, part: int) -> Placement:
         """Books a decided assignment and picks GPUs; members that stay where they are keep theirs.

@@ -23,7 +23,10 @@ class Nodes:
     def __init__(self, topology: Topology, rule: SpareRule) -> None:
         self._topology = topology
         self._rule = rule
+        self._said: dict[str, NodeCondition] = {}
         self._known: dict[str, NodeCondition] = {}
+        self._lost: dict[str, str] = {}
+        self._drained: set[str] = set()
         self._health: dict[str, NodeHealth] = {}
         self._unsaved: set[str] = set()
         self._returned: set[int] = set()
@@ -32,7 +35,7 @@ class Nodes:
         self.states: dict[int, NodeState] = {}
         """Nodes that are not up, by index."""
 
-        self.closed: frozenset[str] = frozenset()
+        self.closed: frozenset[int] = frozenset(range(topology.num_nodes))
         """Nodes in doubt: no new work for now, but nothing is lost."""
 
     def restore(self, drains: Mapping[str, str], health: Mapping[str, Mapping[str, bool | int | float]]) -> None:
@@ -45,26 +48,32 @@ class Nodes:
                 log.warning("what is stored of node %s was written by another version and is forgotten", node)
 
     def look(
-        self, conditions: Mapping[str, NodeCondition], doubted: frozenset[str], lost: Mapping[str, str], now: float
+        self, news: Mapping[str, NodeCondition], doubted: frozenset[int], lost: Mapping[str, str], now: float
     ) -> bool:
         """Takes in what the cluster and the agents say; whether the policy has anything new to think of.
 
         Args:
-            conditions: what the backend says of every node; a node that is missing is down.
+            news: what is said of nodes of which something else was said before.
             doubted: nodes whose agents are silent, but not for long.
             lost: nodes that are down although the backend may not say so yet, and why.
             now: Unix time.
         """
-        states: dict[int, NodeState] = {}
-        for index, node in enumerate(self._topology.nodes):
-            name = node.name
-            condition = conditions.get(name, _UNKNOWN)
-            if name in lost:
-                condition = NodeCondition("down", lost[name])
-            if condition != self._known.get(name) or name in self._health or name in self.drains:
-                state = self._seen(index, name, condition, now)
-                if state != "up":
-                    states[index] = state
+        self._said.update(news)
+        first = not self._known
+        watched = {*news, *lost, *self._lost, *self._health, *self.drains, *self._drained}
+        if first:
+            watched.update(node.name for node in self._topology.nodes)
+        self._lost, self._drained = dict(lost), set(self.drains)
+        states = dict(self.states)
+        for name in watched:
+            if name not in self._topology:
+                continue
+            condition = NodeCondition("down", lost[name]) if name in lost else self._said.get(name, _UNKNOWN)
+            index = self._topology.index_of(name)
+            state = self._seen(index, name, condition, now)
+            states.pop(index, None)
+            if state != "up":
+                states[index] = state
         changed = states != self.states or doubted != self.closed
         self.states, self.closed = states, doubted
         return changed
@@ -78,14 +87,13 @@ class Nodes:
     def open_nodes(self) -> NDArray[np.bool_]:
         """Which nodes take new work."""
         open_N = damping.open_nodes(self._topology, self.states, self.spares)
-        for name in self.closed:
-            open_N[self._topology.index_of(name)] = False
+        open_N[list(self.closed)] = False
         return open_N
 
     def state(self, node: str) -> tuple[NodeState, str]:
         """A node's state and why it is not up."""
         state = self.states.get(self._topology.index_of(node), "up")
-        if state == "up" and node in self.closed:
+        if state == "up" and self._topology.index_of(node) in self.closed:
             return "down", "its agent is silent"
         if state == "draining":
             return state, self.drains.get(node) or self._known.get(node, _UNKNOWN).reason
@@ -95,13 +103,11 @@ class Nodes:
 
     def absent(self, most: int = 5) -> str:
         """Nodes that are away, as the end of a sentence; empty when there are none."""
-        names = [node.name for index, node in enumerate(self._topology.nodes) if self._is_away(index, node.name)]
-        if not names:
+        away = sorted(self.closed | {index for index, state in self.states.items() if state == "down"})
+        if not away:
             return ""
-        return f"; {len(names)} node(s) are away: {', '.join(names[:most])}{', ...' if len(names) > most else ''}"
-
-    def _is_away(self, index: int, name: str) -> bool:
-        return name in self.closed or self.states.get(index) == "down"
+        named = ", ".join(self._topology.nodes[index].name for index in away[:most])
+        return f"; {len(away)} node(s) are away: {named}{', ...' if len(away) > most else ''}"
 
     def unsaved(self) -> dict[str, dict[str, bool | int | float]]:
         """Health that changed since the last call, in plain form."""

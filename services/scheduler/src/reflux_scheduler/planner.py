@@ -61,6 +61,7 @@ class Planner:
         self._rules = rules
         self._claims = claims
         self._metrics = metrics
+        self._lives: dict[str, tuple[Job, Live]] = {}
         self.waits: dict[str, Wait] = {}
         """Why pending jobs wait, as of the last cycle."""
 
@@ -69,6 +70,7 @@ class Planner:
         everything = self._book.jobs.values()
         pending = sorted((job for job in everything if job.state == "PENDING"), key=lambda job: job.number)
         live = {job.name: self._live(job, now) for job in everything if job.name in self._ledger.room.holdings}
+        self._lives = {name: self._lives[name] for name in live}
         return View(
             room=self._ledger.room.copy(),
             pending=[_ask(job, job.spec.demand()) for job in pending],
@@ -221,6 +223,15 @@ class Planner:
                 await self._book.change(job.id, lambda job, text=text: _waits(job, text))
 
     def _live(self, job: Job, now: float) -> Live:
+        """How the policy sees a placed job; made anew only when the job has changed or time matters for it."""
+        known = self._lives.get(job.name)
+        if known is not None and known[0] is job and job.ending is None and not known[1].movable:
+            return known[1]
+        live = self._make_live(job, now)
+        self._lives[job.name] = (job, live)
+        return live
+
+    def _make_live(self, job: Job, now: float) -> Live:
         demand = job.spec.demand()
         if not self._rules.shared_agents:
             demand = _not_below_first_part(job, demand)

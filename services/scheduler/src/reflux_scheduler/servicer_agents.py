@@ -31,7 +31,7 @@ class AgentsPart(SchedulerServiceServicer):
             node=topology.path(topology.index_of(post[0])),
             lease_seconds=terms.lease_seconds,
             heartbeat_seconds=terms.heartbeat_seconds,
-            stop_roles=controller.heard(post),
+            stop_roles=controller.registered(post),
             term=self._candidate.term,
         )
 
