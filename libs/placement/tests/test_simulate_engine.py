@@ -78,7 +78,7 @@ def fifo_easy_by_the_clock(jobs, gpus):
     return starts
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 12), st.integers(1, 15), st.integers(1, 4)), min_size=1, max_size=9))
 def test_on_one_node_the_peers_queueing_equals_a_reference_that_steps_through_seconds(rows):
     node = grid("one", racks=1, nodes_per_rack=1, each=GPU.times(4))
@@ -134,7 +134,7 @@ def fitting(jobs, topology):
 @pytest.mark.parametrize("policy", ["reflux", "fifo-first-fit"])
 def test_nodes_that_fail_cost_work_but_every_job_still_ends(policy):
     topology = grid("four", racks=4, nodes_per_rack=6, racks_per_block=2)
-    jobs = busy(60, seed=5)
+    jobs = busy(40, seed=5)
     rng = np.random.default_rng(0)
     faults = [Fault(float(at), int(rng.integers(24)), 1_500.0) for at in np.arange(1, 25) * 600.0]
     history = simulate(topology, jobs, POLICIES[policy](), faults=faults, options=Options(restart_seconds=30))
@@ -148,7 +148,7 @@ def test_equal_arguments_give_an_equal_history():
     topology = grid("four", racks=4, nodes_per_rack=6, racks_per_block=2)
     runs = []
     for seed in (1, 1, 2):
-        history = simulate(topology, busy(40, seed), POLICIES["reflux"]())
+        history = simulate(topology, busy(25, seed), POLICIES["reflux"]())
         runs.append(
             [(r.job.name, r.ended_at, [tuple(stay.node_M.tolist()) for stay in r.stays]) for r in history.records]
         )

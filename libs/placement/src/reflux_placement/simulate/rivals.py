@@ -7,7 +7,6 @@ still fits beside it. The end times are those that users stated, the same that o
 """
 
 import math
-import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
@@ -17,7 +16,8 @@ import numpy as np
 from reflux_placement.gang import Assignment, GangDemand
 from reflux_placement.policy.view import Action, Ask, Decision, Live, Requeue, Start, View, Wait
 from reflux_placement.room import Holding, Room
-from reflux_placement.topology import Ints
+from reflux_placement.simulate.fragmentation import slots
+from reflux_placement.topology import Ints, Resources
 
 Rule = Callable[[Room, GangDemand], Assignment | None]
 """A peer's placement: where the gang goes now, or None. Books nothing."""
@@ -26,12 +26,15 @@ BACKFILL_DEPTH = 1_000
 """Pending jobs that one cycle tries to backfill (Slurm's bf_max_job_test is 500 by default; more favours the peer)."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Cache:
-    """What is worked out once per job instead of once per cycle; decisions do not depend on it."""
+@dataclass(slots=True)
+class _Memory:
+    """What one cycle leaves for the next, to save time. Decisions do not depend on it: as long as no room came or went,
+    whoever was refused is refused again (time only makes a job end later), so only new arrivals are tried."""
 
     members: WeakKeyDictionary[Holding, tuple[Ints, Ints]] = field(default_factory=WeakKeyDictionary)
-    totals: dict[str, tuple[int, int, int]] = field(default_factory=dict)
+    room: tuple[bytes, bytes] | None = None
+    refused: set[str] = field(default_factory=set)
+    shadow: tuple[float, Room | None] = (math.inf, None)
 
 
 @dataclass(frozen=True)
@@ -40,58 +43,45 @@ class FifoBackfill:
 
     rule: Rule
     depth: int = BACKFILL_DEPTH
-    _cache: _Cache = field(default_factory=_Cache)
+    _memory: _Memory = field(default_factory=_Memory)
 
     def __call__(self, view: View) -> Decision:
         """One cycle."""
-        return _Cycle(self.rule, view, self.depth, self._cache).run()
-
-
-@dataclass
-class _Refusals:
-    """What did not fit in this cycle: the same shape with as many members or more does not fit either, because a cycle
-    only takes room. Spares the rule thousands of calls."""
-
-    counts: dict[object, int] = field(default_factory=dict)
-
-    def covers(self, gang: GangDemand) -> bool:
-        known = self.counts.get(_shape(gang))
-        return known is not None and len(gang.roles) == 1 and gang.roles[0].count >= known
-
-    def add(self, gang: GangDemand) -> None:
-        if len(gang.roles) == 1:
-            shape = _shape(gang)
-            self.counts[shape] = min(self.counts.get(shape, gang.roles[0].count), gang.roles[0].count)
-
-
-def _shape(gang: GangDemand) -> object:
-    role = gang.roles[0]
-    return role.each, role.required_level, role.segment_size, gang.required_level, gang.preferred_level
+        return _Cycle(self.rule, view, self.depth, self._memory).run()
 
 
 class _Cycle:
-    def __init__(self, rule: Rule, view: View, depth: int, cache: _Cache) -> None:
-        self._rule, self._view, self._room, self._depth, self._cache = rule, view, view.room, depth, cache
+    def __init__(self, rule: Rule, view: View, depth: int, memory: _Memory) -> None:
+        self._rule, self._view, self._room, self._depth, self._memory = rule, view, view.room, depth, memory
         self._actions: list[Action] = []
         self._started: list[tuple[float, Holding]] = []
-        self._refused = _Refusals()
+        self._slots: dict[Resources, int] = {}
+        self._refused: set[object] = set()
+        """Shapes that the rule refused in this cycle, which only takes room."""
 
     def run(self) -> Decision:
         """Starts the head of the queue while it fits, reserves for the first that does not, backfills behind it."""
         self._requeue_broken()
         queue = sorted(self._view.pending, key=lambda ask: (-ask.priority, ask.number))
+        unchanged = self._memory.room == self._fingerprint() and not self._actions
+        known = self._memory.refused if unchanged else set()
         at = 0
-        while at < len(queue) and self._start(queue[at], backfilled=False):
+        while at < len(queue) and queue[at].job not in known and self._start(queue[at], backfilled=False):
             at += 1
-        if at < len(queue) - 1:  # with nobody behind the head there is nothing to reserve against
-            self._backfill(queue[at], queue[at + 1 : at + 1 + self._depth])
+        if at < len(queue):
+            behind = queue[at + 1 : at + 1 + self._depth]
+            self._backfill(queue[at], [ask for ask in behind if ask.job not in known], reuse=queue[at].job in known)
         started = {action.job for action in self._actions if isinstance(action, Start)}
+        self._memory.room, self._memory.refused = self._fingerprint(), {a.job for a in queue if a.job not in started}
         waits = {
             ask.job: Wait(ask.job, "resources" if ask is queue[at] else "behind", "does not fit in arrival order")
             for ask in queue[at:]
             if ask.job not in started
         }
         return Decision(tuple(self._actions), waits)
+
+    def _fingerprint(self) -> tuple[bytes, bytes]:
+        return self._room.free_NR.tobytes(), self._room.open_N.tobytes()
 
     def _requeue_broken(self) -> None:
         """Peers here restart a job that lost a node; requeueing is what Slurm does by default."""
@@ -100,48 +90,58 @@ class _Cycle:
             self._room.release(job)
             self._actions.append(Requeue(job, "a node is down"))
 
-    def _start(self, ask: Ask, *, backfilled: bool) -> bool:
-        if self._refused.covers(ask.gang):
-            return False
-        placed = self._rule(self._room, ask.gang)
+    # --- places ---
+
+    def _place(self, gang: GangDemand) -> Assignment | None:
+        """The rule's answer; asked only where the nodes hold enough members, and once per shape."""
+        for role in gang.roles:
+            if role.each not in self._slots:
+                self._slots[role.each] = int(slots(self._room.usable_NR(), role.each).sum())
+            if self._slots[role.each] < role.count:
+                return None
+        if gang in self._refused:
+            return None
+        placed = self._rule(self._room, gang)
         if placed is None:
-            self._refused.add(ask.gang)
-            return False
-        self._book(ask, placed, backfilled)
-        return True
+            self._refused.add(gang)
+        return placed
+
+    def _start(self, ask: Ask, *, backfilled: bool) -> bool:
+        placed = self._place(ask.gang)
+        if placed is not None:
+            self._book(ask, placed, backfilled)
+        return placed is not None
 
     def _book(self, ask: Ask, placed: Assignment, backfilled: bool) -> None:
         holding = self._room.take(ask.job, ask.gang, placed)
+        self._slots.clear()
         self._started.append((_expected_end(ask, self._view.now), holding))
         self._actions.append(Start(ask.job, placed, "first come first served", backfilled))
 
-    def _backfill(self, head: Ask, behind: Sequence[Ask]) -> None:
-        free_R = np.maximum(self._room.usable_NR(), 0).sum(axis=0)
-        most = free_R.tolist()
-        behind = [ask for ask in behind if all(map(operator.le, self._total(ask), most))]
-        if not behind:
-            return
-        shadow_at, shadow = self._reserve(head)
-        delays = _Refusals()
+    # --- backfill ---
+
+    def _backfill(self, head: Ask, behind: Sequence[Ask], *, reuse: bool) -> None:
+        """Later jobs in order. The reservation of the cycle before is good for as long as nothing changed."""
+        shadow_at, shadow = self._memory.shadow if reuse else self._reserve(head)
+        delaying: set[object] = set()
         for ask in behind:
-            if self._refused.covers(ask.gang):
-                continue
             late = _expected_end(ask, self._view.now) > shadow_at
-            if late and delays.covers(ask.gang):
+            if late and ask.gang in delaying:
                 continue
-            placed = self._rule(self._room, ask.gang)
+            placed = self._place(ask.gang)
             if placed is None:
-                self._refused.add(ask.gang)
-            elif late and shadow is not None and not self._still_fits(head, shadow, ask.gang, placed):
-                delays.add(ask.gang)
-            else:
-                self._book(ask, placed, backfilled=True)
+                continue
+            if late and shadow is not None and not self._still_fits(head, shadow, ask.gang, placed):
+                delaying.add(ask.gang)
+                continue
+            self._book(ask, placed, backfilled=True)
+        self._memory.shadow = shadow_at, shadow
 
     def _still_fits(self, head: Ask, shadow: Room, gang: GangDemand, placed: Assignment) -> bool:
         """Whether the reserved job keeps its time beside a gang that outlasts it; keeps the gang in the shadow then."""
         node_M, need_MR = _members(gang, placed)
         np.subtract.at(shadow.free_NR, node_M, need_MR)
-        if self._rule(shadow, head.gang) is not None:
+        if _enough(shadow, head.gang) and self._rule(shadow, head.gang) is not None:
             return True
         np.add.at(shadow.free_NR, node_M, need_MR)
         return False
@@ -161,23 +161,22 @@ class _Cycle:
             np.add.at(room.free_NR, node_M[:upto], need_MR[:upto])
             return room
 
+        def fits(count: int) -> bool:
+            room = after(count)
+            return _enough(room, head.gang) and self._rule(room, head.gang) is not None
+
         low, high = 0, len(ends)
-        if self._rule(after(high), head.gang) is None:
+        if not fits(high):
             return math.inf, None
         while high - low > 1:
             middle = (low + high) // 2
-            low, high = (low, middle) if self._rule(after(middle), head.gang) is not None else (middle, high)
+            low, high = (low, middle) if fits(middle) else (middle, high)
         return max(ends[high - 1][0], self._view.now), after(high)
 
-    def _total(self, ask: Ask) -> tuple[int, int, int]:
-        if ask.job not in self._cache.totals:
-            self._cache.totals[ask.job] = ask.gang.total().row
-        return self._cache.totals[ask.job]
-
     def _members(self, holding: Holding) -> tuple[Ints, Ints]:
-        if holding not in self._cache.members:
-            self._cache.members[holding] = _members(holding.demand, holding.assignment)
-        return self._cache.members[holding]
+        if holding not in self._memory.members:
+            self._memory.members[holding] = _members(holding.demand, holding.assignment)
+        return self._memory.members[holding]
 
     def _held(self) -> list[tuple[str, Holding]]:
         return [(job, holding) for job, holding in self._room.holdings.items() if job in self._view.live]
@@ -200,3 +199,9 @@ def _members(gang: GangDemand, placed: Assignment) -> tuple[Ints, Ints]:
         if role.role in placed.nodes
     ]
     return np.concatenate(nodes), np.concatenate(needs)
+
+
+def _enough(room: Room, gang: GangDemand) -> bool:
+    """A cheap necessary condition: the nodes hold as many members of every role."""
+    usable_NR = room.usable_NR()
+    return all(int(slots(usable_NR, role.each).sum()) >= role.count for role in gang.roles)
