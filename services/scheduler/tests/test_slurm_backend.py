@@ -6,7 +6,11 @@ Agents are small shells here that note what they were given; the last tests run 
 import asyncio
 import contextlib
 import os
+import shutil
 import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -295,6 +299,7 @@ async def test_slurmrestd_serves_as_well_as_the_commands(cluster, backend):
             await stranger.grants()
 
 
+@pytest.mark.slow
 async def test_a_step_whose_stepd_is_killed_leaves_no_process(cluster, backend):
     wanted = grant("stepd-0", "r0n0", "r0n1")
     await granted(backend, wanted)
@@ -339,3 +344,50 @@ async def test_a_controller_that_is_away_is_said_soon_and_grants_outlive_it(clus
                     break
         assert (status.state, status.lost_nodes) == ("granted", ())
         assert set(processes("outlive-0")) == agents
+
+
+@pytest.mark.slow
+async def test_a_part_outlives_the_node_that_its_batch_script_ran_on(cluster, backend):
+    wanted = grant("batch-0", "r1n0", "r1n1")
+    await granted(backend, wanted)
+    await notes(cluster, wanted)
+    cluster.kill("r1n0")
+    status = await until(backend, "batch-0", lambda status: bool(status.lost_nodes))
+    assert (status.state, status.lost_nodes) == ("granted", ("r1n0",))
+    cluster.start("r1n0")
+    # Slurm itself ends what is left on the node when its slurmd is back; the other one goes on.
+    async with asyncio.timeout(HANG_SECONDS):
+        while sum("sleep 600" in line and "launcher" not in line for line in processes("batch-0").values()) != 1:
+            await asyncio.sleep(0.05)
+    await backend.release("batch-0")
+    await gone("batch-0")
+
+
+@pytest.mark.slow
+def test_a_killed_test_leaves_no_daemon(tmp_path):
+    program = (
+        "import slurm_cluster as s; m = s.slurm_cluster(); c = m.__enter__(); print(c.folder, flush=True); input()"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    folder = process.stdout.readline().strip()
+    assert daemons(folder)
+    process.kill()
+    process.wait()
+    end = time.monotonic() + HANG_SECONDS
+    while daemons(folder):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    shutil.rmtree(folder)
+
+
+def daemons(folder: str) -> list[str]:
+    """Names of processes that have a cluster's folder on their command line."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            if entry.name.isdigit() and folder.encode() in (entry / "cmdline").read_bytes():
+                found.append((entry / "comm").read_text().strip())
+    return found

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -255,9 +256,20 @@ async def test_a_topology_file_is_read_instead_of_asking_the_cluster(tmp_path):
     }
 
 
-def launcher(script: str, folder: Path) -> "subprocess.Popen[bytes]":
+def launcher(script: str, folder: Path, *parent: str) -> "subprocess.Popen[bytes]":
     command = [sys.executable, "-I", "-m", "reflux_scheduler.backends.slurm.launcher", "loopback", "/bin/sh", "-c"]
-    return subprocess.Popen([*command, script], env={**os.environ, "SLURMD_NODENAME": "n7", "T": str(folder)})
+    environment = {**os.environ, "SLURMD_NODENAME": "n7", "T": str(folder)}
+    return subprocess.Popen([*parent, *command, script], env=environment)
+
+
+def gone(pid: int) -> bool:
+    """Waits for the end of a process that is nobody's child here."""
+    end = time.monotonic() + 30
+    while Path(f"/proc/{pid}").exists() and b") Z " not in Path(f"/proc/{pid}/stat").read_bytes():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.02)
+    return True
 
 
 def test_the_launcher_starts_a_failed_agent_again_and_leaves_with_one_that_is_done(tmp_path):
@@ -266,14 +278,29 @@ def test_the_launcher_starts_a_failed_agent_again_and_leaves_with_one_that_is_do
     assert (tmp_path / "runs").read_text() == "n7\nn7\n"
 
 
+STRAGGLER = """
+(trap '' TERM; setsid sh -c 'echo $$ >$T/straggler; echo up >$T/up; while :; do sleep 600; done') &
+echo $$ >$T/agent
+wait
+"""
+"""An agent with a child that left its session and ignores SIGTERM, as a careless role would."""
+
+
 def test_the_launcher_ends_agent_and_stragglers_when_it_is_told_to_stop(tmp_path):
     os.mkfifo(tmp_path / "up")
-    # A straggler that left the agent's session and ignores SIGTERM, as a careless role would.
-    straggler = "trap '' TERM; echo $$ >$T/straggler; echo up >$T/up; sleep 600; sleep 600"
-    process = launcher(
-        f'setsid sh -c "{straggler.replace("$$", chr(92) + "$$").replace("$T", chr(92) + "$T")}" & wait', tmp_path
-    )
+    process = launcher(STRAGGLER, tmp_path)
     assert (tmp_path / "up").read_text() == "up\n"
     process.send_signal(signal.SIGTERM)
     process.wait(30)
-    assert not Path(f"/proc/{(tmp_path / 'straggler').read_text().strip()}").exists()
+    assert gone(int((tmp_path / "straggler").read_text()))
+
+
+def test_nothing_is_left_when_slurmstepd_dies_under_the_launcher(tmp_path):
+    os.mkfifo(tmp_path / "up")
+    stepd = (sys.executable, "-c", "import subprocess, sys; subprocess.Popen(sys.argv[1:]).wait()")
+    process = launcher(STRAGGLER, tmp_path, *stepd)
+    assert (tmp_path / "up").read_text() == "up\n"
+    process.kill()
+    process.wait(30)
+    assert gone(int((tmp_path / "agent").read_text()))
+    assert gone(int((tmp_path / "straggler").read_text()))

@@ -1,5 +1,7 @@
 """The face of Slurm that the backend needs, behind which are commands or slurmrestd."""
 
+import os
+import pwd
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
@@ -118,6 +120,15 @@ def complaint(what: str, text: str) -> BackendAway | GrantRefused:
     """The error for a submission that Slurm did not take: for good, or because of something that passes."""
     kind = BackendAway if _PASSING.search(text) else GrantRefused
     return kind(f"{what}: {shorten(text)}")
+
+
+def own_user() -> str:
+    """The user that Slurm takes this process for; not what LOGNAME says, or our own jobs would not be found."""
+    uid = os.geteuid()
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return str(uid)
 
 
 def is_gone(text: str) -> bool:

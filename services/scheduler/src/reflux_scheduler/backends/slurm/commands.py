@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import getpass
 import os
 import shutil
 from collections.abc import Iterable, Mapping
@@ -18,6 +17,7 @@ from reflux_scheduler.backends.slurm.client import (
     Version,
     complaint,
     is_gone,
+    own_user,
     parse_version,
     shorten,
 )
@@ -38,7 +38,7 @@ class CommandClient(SlurmClient):
 
     def __init__(self, settings: SlurmSettings) -> None:
         self._settings = settings
-        self._user = settings.user or getpass.getuser()
+        self._user = settings.user or own_user()
         self._environment = {"PATH": os.environ.get("PATH", DEFAULT_PATH)}
         if settings.conf:
             self._environment["SLURM_CONF"] = settings.conf
@@ -66,12 +66,18 @@ class CommandClient(SlurmClient):
 
     async def jobs(self, prefix: str) -> list[JobRecord]:
         text = await self._run(
-            "squeue", "--noheader", "--states=all", f"--user={self._user}", f"--format={_QUEUE_FORMAT}"
+            "squeue",
+            "--all",
+            "--local",
+            "--noheader",
+            "--states=all",
+            f"--user={self._user}",
+            f"--format={_QUEUE_FORMAT}",
         )
         return [record for line in text.splitlines() if (record := _record(line, prefix)) is not None]
 
     async def nodes(self) -> list[NodeRecord]:
-        return parse_nodes_text(await self._run("scontrol", "--details", "--oneliner", "show", "nodes"))
+        return parse_nodes_text(await self._run("scontrol", "--all", "--details", "--oneliner", "show", "nodes"))
 
     async def topology(self) -> str:
         return await self._run("scontrol", "show", "topology")

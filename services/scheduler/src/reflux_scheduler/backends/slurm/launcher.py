@@ -67,6 +67,7 @@ class Launcher:
             self._child = subprocess.Popen(
                 self._argv,
                 env=dict(self._environment),
+                cwd="/",  # `python -m` imports from here first; the job's folder may be anybody's.
                 # One thread, no locks: preexec_fn is safe here.
                 preexec_fn=lambda: self._libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0),
             )

@@ -1,6 +1,5 @@
 """Slurm through slurmrestd (v0.0.38 and newer) with a JWT."""
 
-import getpass
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from reflux_scheduler.backends.slurm.client import (
     Version,
     complaint,
     is_gone,
+    own_user,
     parse_version,
     shorten,
 )
@@ -40,7 +40,7 @@ class RestClient(SlurmClient):
         if settings.sbatch_options:
             raise ValueError("slurm.sbatch_options: options of sbatch have no effect with slurm.rest_url")
         self._settings = settings
-        self._user = settings.user or getpass.getuser()
+        self._user = settings.user or own_user()
         self._number = int(settings.rest_version.rpartition(".")[2])
         self._session: aiohttp.ClientSession | None = None
 

@@ -83,7 +83,7 @@ class SlurmSettings(BaseModel):
     """Working folder of the jobs on the nodes."""
 
     log_dir: str = ""
-    """Folder on the nodes (shared or not) for the agents' own output, GRANT-NODE.log; empty drops it."""
+    """Folder for the agents' own output, GRANT-NODE.log; it exists on every node, or the jobs fail. Empty drops it."""
 
     call_seconds: float = Field(default=5.0, gt=0)
     """Deadline of every call to Slurm; its commands alone would try for some 9 s to reach a controller that is away."""
