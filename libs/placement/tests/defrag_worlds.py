@@ -62,6 +62,10 @@ def keeps_rules(topology: Topology, gang: GangDemand, nodes: dict[str, list[int]
         members = nodes[demand.role]
         if not inside(demand.required_level, members) or not inside(gang.required_level, members):
             return False
+        if demand.max_per_domain:
+            homes = [topology.domain_of(demand.spread_level, node) for node in members]
+            if max(homes.count(home) for home in homes) > demand.max_per_domain:
+                return False
         step = demand.segment_size or len(members)
         if demand.segment_size and not all(
             inside(demand.segment_level, members[at : at + step]) for at in range(0, len(members), step)
@@ -133,7 +137,13 @@ def some_packing(room: Room, live: dict[str, Live], gang: GangDemand) -> bool:
     return bool(states)
 
 
-RULES = [{}, {"required_level": "rack"}, {"required_level": "node"}, {"segment_size": 2}]
+RULES = [
+    {},
+    {"required_level": "rack"},
+    {"required_level": "node"},
+    {"segment_size": 2},
+    {"max_per_domain": 1, "spread_level": "rack"},
+]
 
 
 def crowded(seed: int) -> tuple[Room, dict[str, Live], GangDemand]:
@@ -156,7 +166,7 @@ def crowded(seed: int) -> tuple[Room, dict[str, Live], GangDemand]:
     fixed = [job for job in room.holdings if rng.random() < 0.25]
     for node in range(topology.num_nodes):
         room.open_N[node] = rng.random() > 0.05
-    rules = rng.choice([*RULES, {"required_level": "block"}])
+    rules = rng.choice([*RULES[:4], {"required_level": "block"}])
     count = rng.choice([2, 4] if "segment_size" in rules else [1, 2, 3])
     return room, live_of(room, tuple(fixed)), gang_of(count, rng.randint(1, 2), **rules)
 
