@@ -28,11 +28,12 @@ class Stack:
         """Ends only when a process cannot be kept alive; its exception says which."""
 
     async def start(self) -> None:
-        """Valkey, then all services at once, then the agent."""
+        """Valkey, then all services at once, then the agent; other backends than `local` start agents themselves."""
         services = [service_spec(name, self.layout) for name in MODULES if name != "agent"]
         await self._start_redis()
         await asyncio.gather(*(self._start(spec) for spec in services))
-        await self._start(service_spec("agent", self.layout))
+        if os.environ.get("REFLUX_SCHEDULER_BACKEND", "local") == "local":
+            await self._start(service_spec("agent", self.layout))
         self.write_record()
         self.watcher = asyncio.create_task(self._watch())
 
