@@ -18,7 +18,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ ENVIRONMENT = {
     "RAY_health_check_period_ms": "300",
 }
 _PR_SET_PDEATHSIG = 1
+_TENANT_SECONDS = 30
 
 
 class RayCluster:
@@ -59,6 +60,14 @@ class RayCluster:
     def kill(self, name: str) -> None:
         """Ends a node as a power cut would."""
         self._order(kill=name)
+
+    def occupy(self, node: str, gpus: int = GPUS) -> None:
+        """Somebody else's Ray job takes GPUs of a node."""
+        assert self._order(occupy=node, gpus=gpus)["address"], f"no tenant on {node}; see {self.folder}"
+
+    def vacate(self, node: str) -> None:
+        """The other job is killed."""
+        self._order(kill=_tenant(node))
 
     def _order(self, **order: Any) -> dict[str, Any]:
         self._tell(**order)
@@ -107,16 +116,18 @@ class NodeParents:
         if "kill" in order:
             self._end(order["kill"], signal.SIGUSR1)
             _write({"killed": order["kill"]})
+        elif "occupy" in order:
+            self._fork(_tenant(order["occupy"]), lambda: self._be_tenant(order), 1)
         elif order["head"]:
             read, write = os.pipe()
-            self._fork(order, write)
+            self._fork(order["start"], lambda: self._be_node(order, write), write)
             os.close(write)
             with os.fdopen(read) as pipe:
                 line = pipe.readline()
             self._address = json.loads(line)["address"] if line else ""
             _write({"address": self._address})
         else:
-            self._fork(order, 1)
+            self._fork(order["start"], lambda: self._be_node(order, 1), 1)
 
     def close(self) -> None:
         for name in reversed(list(self._pids)):
@@ -129,19 +140,30 @@ class NodeParents:
         os.kill(pid, number)
         os.waitpid(pid, 0)
 
-    def _fork(self, order: dict[str, Any], output: int) -> None:
+    def _fork(self, name: str, life: Callable[[], None], output: int) -> None:
         parent = os.getpid()
         pid = os.fork()
         if pid:
-            self._pids[order["start"]] = pid
+            self._pids[name] = pid
             return
         try:
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
             if os.getppid() == parent:
-                self._be_node(order, output)
+                life()
         finally:
             os.write(output, b'{"address": ""}\n')
             os._exit(1)
+
+    def _be_tenant(self, order: dict[str, Any]) -> None:
+        import ray
+        from ray.util.placement_group import placement_group
+
+        ray.init(self._address, log_to_driver=False, configure_logging=False)
+        (node_id,) = [node["NodeID"] for node in ray.nodes() if node["Alive"] and node["NodeName"] == order["occupy"]]
+        selector = [{"ray.io/node-id": node_id}]
+        taken = placement_group([{"GPU": order["gpus"]}], bundle_label_selector=selector).wait(_TENANT_SECONDS)
+        _write({"address": self._address if taken else ""})
+        signal.pause()
 
     def _be_node(self, order: dict[str, Any], output: int) -> None:
         # Not blocked signals: all below would inherit the mask.
@@ -155,6 +177,10 @@ class NodeParents:
         os.read(read, 1)
         node.kill_all_processes(check_alive=False, allow_graceful=False, wait=True)
         os._exit(0)
+
+
+def _tenant(node: str) -> str:
+    return f"tenant of {node}"
 
 
 def _start_node(folder: str, order: dict[str, Any], address: str) -> Any:

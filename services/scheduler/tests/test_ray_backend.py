@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import ray_cluster
 
 from reflux_placement.topology import NOTHING, Resources
 from reflux_scheduler.backends.base import (
@@ -23,9 +24,6 @@ from reflux_scheduler.backends.base import (
 )
 from reflux_scheduler.backends.ray.backend import RayBackend
 from reflux_scheduler.backends.ray.settings import RaySettings
-
-pytest.importorskip("ray", reason="the extra reflux-scheduler[ray] is not installed")
-import ray_cluster
 
 HANG_SECONDS = 60
 WHOLE_NODE = Resources(4, 4000, 1 << 30)
@@ -44,12 +42,11 @@ time.sleep(600)
 """
 
 
-@pytest.fixture(scope="module")
-def cluster():
-    with ray_cluster.running("r0n0", "r0n1", "r1n0", "r1n1") as cluster, pytest.MonkeyPatch.context() as patch:
-        for name, value in cluster.environment.items():
-            patch.setenv(name, value)
-        yield cluster
+@pytest.fixture
+def cluster(ray_nodes, monkeypatch):
+    for name, value in ray_nodes.environment.items():
+        monkeypatch.setenv(name, value)
+    return ray_nodes
 
 
 @dataclass

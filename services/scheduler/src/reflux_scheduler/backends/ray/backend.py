@@ -1,5 +1,6 @@
 """Owns the Ray backend: grants are detached placement groups on exactly the chosen nodes, with one agent per bundle."""
 
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict
 from types import TracebackType
@@ -18,9 +19,11 @@ class RayBackend(Backend):
     """An async context manager: inside the block the driver process may run; grants outlive it."""
 
     def __init__(self, settings: RaySettings, launch: AgentLaunch) -> None:
+        program, *arguments = launch.argv
         opening = {
             "options": settings.model_dump(include=_FOR_THE_DRIVER),
-            "argv": list(launch.argv),
+            # Nodes have this distribution in Ray's own interpreter, wherever that lies there.
+            "argv": ["python" if program == sys.executable else program, *arguments],
             "environment": dict(launch.environment),
         }
         self._settings = settings

@@ -204,12 +204,12 @@ class Grants:
         return ""
 
     def _environment(self, manifest: Manifest, share: Share, address: str) -> dict[str, str]:
-        reachable: dict[str, str] = {}
-        if address and not ipaddress.ip_address(address).is_loopback:
-            host = f"[{address}]" if ":" in address else address
-            reachable = {"REFLUX_AGENT_LISTEN": f"{host}:0", "REFLUX_ADVERTISE_HOST": host}
         own = {"REFLUX_AGENT_NODE": share.node, "REFLUX_AGENT_GRANT": manifest.grant_id}
-        return {**reachable, **self._agent.environment, **own}
+        if not address or ipaddress.ip_address(address).is_loopback:
+            return {**self._agent.environment, **own}
+        # The scheduler's own name for its machine must not become the agent's.
+        host = f"[{address}]" if ":" in address else address
+        return {"REFLUX_AGENT_LISTEN": f"{host}:0", **self._agent.environment, **own, "REFLUX_ADVERTISE_HOST": host}
 
     def _end(self, manifest: Manifest, reason: str) -> None:
         lost = dead_shares(manifest, self._cluster.alive())

@@ -1,0 +1,114 @@
+"""The conformance suite on backend `ray`: a real Ray cluster whose actors hold real agents.
+
+Every actor and every agent is a new Python here, so that the tests with the most of them run in `make soak` only.
+"""
+
+import contextlib
+import os
+import signal
+from pathlib import Path
+from types import FunctionType
+
+import conformance
+import pytest
+from conformance import World
+from ray_cluster import RayCluster
+
+from reflux_scheduler.backends.base import AgentLaunch
+from reflux_scheduler.backends.ray.backend import RayBackend
+from reflux_scheduler.backends.ray.settings import RaySettings
+
+QUICK = (
+    "test_a_gang_runs_as_one_with_its_environment_and_a_cancel_leaves_nothing",
+    "test_a_restarted_scheduler_adopts_what_runs_and_can_still_stop_it",
+)
+
+
+def copy(test: FunctionType) -> FunctionType:
+    """A test of our own: marks on the original would count for every backend."""
+    own = FunctionType(test.__code__, test.__globals__, test.__name__, test.__defaults__, test.__closure__)
+    return own if test.__name__ in QUICK else pytest.mark.slow(own)
+
+
+globals().update({name: copy(getattr(conformance, name)) for name in conformance.__all__})
+
+
+class RayWorld(World):
+    """Two racks of two nodes, beside a head without room."""
+
+    racks = (("r0n0", "r0n1"), ("r1n0", "r1n1"))
+    cluster: RayCluster
+
+    def begin(self, cluster: RayCluster) -> None:
+        self.cluster = cluster
+        self.away: set[str] = set()
+        self.occupied: set[str] = set()
+
+    @property
+    def options(self) -> RaySettings:
+        return RaySettings(address=self.cluster.address, namespace=self.stack.folder.name, stop_grace_seconds=2)
+
+    def settings(self) -> dict[str, str]:
+        path = self.stack.folder / "ray.toml"
+        path.write_text(
+            f'address = "{self.cluster.address}"\nnamespace = "{self.stack.folder.name}"\nstop_grace_seconds = 2\n'
+        )
+        return {
+            **self.cluster.environment,
+            "REFLUX_SCHEDULER_BACKEND": "ray",
+            "REFLUX_SCHEDULER_BACKEND_OPTIONS": str(path),
+            "REFLUX_STATE_DIR": str(self.stack.folder / "state"),
+        }
+
+    async def kill_node(self, node: str) -> None:
+        self.cluster.kill(node)
+        self.away.add(node)
+
+    async def revive_node(self, node: str) -> None:
+        self.cluster.add(node)
+        self.away.discard(node)
+
+    async def occupy(self, node: str) -> None:
+        self.cluster.occupy(node)
+        self.occupied.add(node)
+
+    async def vacate(self, node: str) -> None:
+        self.cluster.vacate(node)
+        self.occupied.discard(node)
+
+    def agents(self) -> list[int]:
+        """Agents of this scheduler below actors, by their environment."""
+        ours = f"REFLUX_SCHEDULER_ADDRESS={self.stack.address}".encode()
+        found: list[int] = []
+        for entry in Path("/proc").iterdir():
+            with contextlib.suppress(OSError, ValueError):
+                if (
+                    b"reflux_scheduler.agent.main" in (entry / "cmdline").read_bytes()
+                    and ours in (entry / "environ").read_bytes().split(b"\0")
+                ):  # fmt: skip
+                    found.append(int(entry.name))
+        return found
+
+    async def clear(self) -> None:
+        """What a failed test has left."""
+        if self.agents():
+            async with RayBackend(self.options, AgentLaunch(("true",), {})) as backend:
+                for grant_id in await backend.grants():
+                    await backend.release(grant_id)
+        for pid in self.agents():
+            os.kill(pid, signal.SIGKILL)
+        for node in list(self.occupied):
+            await self.vacate(node)
+        for node in list(self.away):
+            await self.revive_node(node)
+
+
+@pytest.fixture
+async def world(own_stack, client, ray_nodes, monkeypatch):
+    for name, value in ray_nodes.environment.items():
+        monkeypatch.setenv(name, value)
+    world = RayWorld(own_stack, client)
+    world.begin(ray_nodes)
+    yield world
+    own_stack.close()
+    await world.clear()
