@@ -182,7 +182,7 @@ def test_a_fragmented_gang_gets_room_by_migration_not_by_stopping_its_equals() -
         ask = Ask(job=job, number=rack, gang=workers(1), submitted_at=0.0)
         yard.live[job] = Live(ask=ask, started_at=0.0, saved_at=0.0, movable=True)
     yard.submit("gang", workers(2, required_level="rack"))
-    yard.now = 200.0
+    yard.now = 300.0
     assert "Migrate" in [type(action).__name__ for action in yard.cycle().actions]
     assert started(yard.cycle()) == ["gang"]
     assert yard.running() == {"a", "b", "gang"}

@@ -36,10 +36,11 @@ class PolicyConfig:
     defragmentation: bool = True
     """Whether movable jobs migrate for the first ask that only fragmentation keeps waiting."""
 
-    defragmentation_seconds: float = 120.0
-    """An ask has to have waited this long, and be promised room no sooner than that, before others move for it."""
+    defragmentation_seconds: float = 300.0
+    """An ask has to have waited this long, and be promised room no sooner than that, before others move for it. A
+    search in vain is repeated after this time."""
 
-    defragmentation_moves: int = 400
+    defragmentation_moves: int = 200
     """Moves that the search for a migration may try in one go."""
 
     explain: bool = True

@@ -9,6 +9,7 @@ The order of a cycle, and of the actions in its decision:
 4. Elastic jobs grow into room that nobody waits for; fragmentation is mended for the first ask that waits for that.
 """
 
+import math
 from dataclasses import replace
 
 from reflux_placement.errors import Occupied
@@ -247,28 +248,32 @@ class _Cycle:
         for each in [each for each in books.reserved.values() if each not in kept]:
             if each.touches(result.nodes_K) or len(books.reserved) > self._config.reservations:
                 del books.reserved[each.job]
-        books.reserved[ask.job] = stand(result.claim, ask)
+        tried_at = max((claim.tried_at for claim in books.old_claims if claim.job == ask.job), default=-math.inf)
+        books.reserved[ask.job] = stand(replace(result.claim, tried_at=tried_at), ask)
         return True
 
     # --- what is left ---
 
     def _defragment(self) -> bool:
-        """Moves jobs for the first ask that waits for lack of shape only; one migration at a time."""
+        """Moves jobs for the first ask with a reservation that waits for lack of shape only; one migration at a time,
+        and one search per `defragmentation_seconds`."""
         books, patience = self._books, self._config.defragmentation_seconds
         if any(each.claim.keeps for each in books.evicting.values()):
             return False
         for ask in self._waiting:
-            waited = books.now - ask.submitted_at
-            if waited >= patience and self._reasons.waits[ask.job].cause == "fragmentation":
-                if self._excess(ask, at_least(ask.gang)):
-                    continue
-                promised = books.reserved.get(ask.job)
-                if promised is not None and promised.claim.due_at - books.now < patience:
-                    return False
-                moved = self._maker.defragment(ask)
-                if moved:
-                    self._reasons.being_freed(books.evicting[ask.job])
-                return moved
+            promised = books.reserved.get(ask.job)
+            if promised is None or self._reasons.waits[ask.job].cause != "fragmentation":
+                continue
+            last = max(ask.submitted_at, promised.claim.tried_at)
+            if books.now - last < patience or promised.claim.due_at - books.now < patience:
+                return False
+            if self._excess(ask, at_least(ask.gang)):
+                continue
+            if self._maker.defragment(ask):
+                self._reasons.being_freed(books.evicting[ask.job])
+                return True
+            books.reserved[ask.job] = replace(promised, claim=replace(promised.claim, tried_at=books.now))
+            return False
         return False
 
     def _grow(self) -> None:
