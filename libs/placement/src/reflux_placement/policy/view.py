@@ -1,5 +1,6 @@
 """Owns the values that a scheduling cycle reads (asks, live jobs, queues, node states) and writes (actions)."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -82,6 +83,9 @@ class Claim:
 
     keeps: Mapping[str, Assignment] = field(default_factory=dict)
     """What those jobs of `after` hold then that do not end but shrink or move."""
+
+    tried_at: float = -math.inf
+    """When a migration for this job was last looked for in vain."""
 
 
 NodeState = Literal["up", "draining", "down", "flapping"]
