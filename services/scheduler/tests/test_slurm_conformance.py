@@ -14,10 +14,7 @@ import pytest
 from conformance import World
 from slurm_cluster import Layout, SlurmCluster, slurm_cluster, why_not
 
-QUICK = (
-    "test_a_gang_runs_as_one_with_its_environment_and_a_cancel_leaves_nothing",
-    "test_a_restarted_scheduler_adopts_what_runs_and_can_still_stop_it",
-)
+QUICK = ("test_a_restarted_scheduler_adopts_what_runs_and_can_still_stop_it",)
 AGENT = b"reflux_scheduler.agent.main"
 LAUNCHER = b"reflux_scheduler.backends.slurm.launcher"
 
@@ -103,3 +100,24 @@ def world(own_stack, client, cluster):
     yield world
     own_stack.close()
     cluster.clear()
+
+
+async def test_members_of_two_jobs_on_one_node_see_gpus_of_their_own(world):
+    """Slurm picks the devices of the second job; its members see those, not the indices that the scheduler counts."""
+    world.scheduler()
+    jobs = [await world.create(world.role("engine", 2, 1)), await world.create(world.role("reward", 2, 1))]
+    seen: list[str] = []
+    nodes: set[str] = set()
+    for job in jobs:
+        running = await world.client.until_state(job.name, "RUNNING")
+        nodes |= set(conformance.nodes_of(running).values())
+    await world.until(lambda: len(world.starts()) == 4, "every member's start")
+    for member, (pid,) in world.starts().items():
+        seen.append(world.environment_of(member, pid)["CUDA_VISIBLE_DEVICES"])
+    assert len(nodes) == 1
+    assert sorted(seen) == ["0", "1", "2", "3"]
+    pids = [pid for starts in world.starts().values() for pid in starts]
+    for job in jobs:
+        await world.client.cancel(job.name)
+        await world.client.until_state(job.name, "CANCELLED")
+    await world.until_clean(*pids)

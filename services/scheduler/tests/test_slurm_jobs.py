@@ -109,6 +109,15 @@ def test_options_of_sbatch_are_refused_with_slurmrestd():
         RestClient(SlurmSettings(rest_url="http://x", sbatch_options=("--nice",)))
 
 
+def test_schedulers_of_one_user_are_told_apart_by_their_prefix():
+    built, _ = order(shares("n00"), job_prefix="refluxb")
+    assert built.name == "refluxb-job-0"
+    assert not built.name.startswith("reflux-")
+    assert list(states.by_grant([record("RUNNING", name=f"{built.name}.1")])) == ["job-0"]
+    with pytest.raises(ValueError, match="job_prefix"):
+        SlurmSettings(job_prefix="reflux-b")
+
+
 def test_a_grant_that_slurm_cannot_hold_in_a_job_is_refused():
     with pytest.raises(GrantRefused, match="without nodes"):
         order([])

@@ -13,9 +13,9 @@ from reflux_placement.sources.slurm import Labels, parse_topology_text, parse_to
 from reflux_placement.topology import Topology
 from reflux_scheduler.backends.base import AgentLaunch, Backend, Grant, GrantStatus, NodeCondition
 from reflux_scheduler.backends.slurm import states
-from reflux_scheduler.backends.slurm.client import JobOrder, SlurmClient, Version
+from reflux_scheduler.backends.slurm.client import JobOrder, JobRecord, SlurmClient, Version
 from reflux_scheduler.backends.slurm.commands import CommandClient
-from reflux_scheduler.backends.slurm.job import PREFIX, job_order
+from reflux_scheduler.backends.slurm.job import job_order
 from reflux_scheduler.backends.slurm.rest import RestClient
 from reflux_scheduler.backends.slurm.settings import SlurmSettings
 
@@ -24,7 +24,7 @@ _YAML = (".yaml", ".yml")
 
 
 class SlurmBackend(Backend):
-    """Every grant is one job named reflux-GRANT of our user, so that the queue itself is the record of what we hold.
+    """Every grant is one job of our user, named PREFIX-GRANT, so that the queue itself is the record of what we hold.
 
     A grant asked twice is one job: the name is looked up before it is submitted. A scheduler killed between the two
     leaves an sbatch behind that may arrive after the next look-up; `singleton` keeps the second job from running beside
@@ -62,9 +62,9 @@ class SlurmBackend(Backend):
 
     async def conditions(self) -> Mapping[str, NodeCondition]:
         # Jobs come and go between the answers: what is ours in either list of jobs is not foreign.
-        before = await self._client.jobs(PREFIX)
+        before = await self._jobs()
         nodes = await self._client.nodes()
-        after = await self._client.jobs(PREFIX)
+        after = await self._jobs()
         settings = self._settings
         used = [node for node in nodes if not settings.partition or settings.partition in node.partitions]
         return states.conditions(
@@ -76,20 +76,20 @@ class SlurmBackend(Backend):
 
     async def request(self, grant: Grant) -> None:
         async with self._alone(grant.id):
-            if grant.id in self._over or grant.id in states.by_grant(await self._client.jobs(PREFIX)):
+            if grant.id in self._over or grant.id in states.by_grant(await self._jobs()):
                 return
             await self._client.submit(await self._order(grant))
 
     async def release(self, grant_id: str) -> None:
         async with self._alone(grant_id):
             self._remember(grant_id)
-            records = states.by_grant(await self._client.jobs(PREFIX)).get(grant_id, [])
+            records = states.by_grant(await self._jobs()).get(grant_id, [])
             await self._client.cancel([record.id for record in records if states.cancellable(record)])
 
     async def grants(self) -> Mapping[str, GrantStatus]:
         found: dict[str, GrantStatus] = {}
         unwanted: list[int] = []
-        for grant_id, records in states.by_grant(await self._client.jobs(PREFIX)).items():
+        for grant_id, records in states.by_grant(await self._jobs()).items():
             kept, extra = states.split_duplicates(records)
             unwanted += [record.id for record in extra if states.cancellable(record)]
             found[grant_id] = states.grant_status(grant_id, kept)
@@ -97,6 +97,9 @@ class SlurmBackend(Backend):
                 self._remember(grant_id)
         await self._client.cancel(unwanted)
         return found
+
+    async def _jobs(self) -> list[JobRecord]:
+        return await self._client.jobs(f"{self._settings.job_prefix}-")
 
     async def _order(self, grant: Grant) -> JobOrder:
         if self._version is None:

@@ -13,7 +13,6 @@ from reflux_scheduler.backends.base import AgentLaunch, Grant, GrantRefused, Nod
 from reflux_scheduler.backends.slurm.client import Component, JobOrder, Version
 from reflux_scheduler.backends.slurm.settings import SlurmSettings
 
-PREFIX = "reflux-"
 MAX_COMPONENTS = 128
 """Slurm's own bound for a heterogeneous job (MAX_HET_JOB_COMPS)."""
 
@@ -55,7 +54,7 @@ def job_order(
         pin = "nodelist"  # Every component would need its own list; blocks and shapes do not mix.
     leaves = {labels[node] for node in nodes} if all(node in labels for node in nodes) else set()
     return JobOrder(
-        name=PREFIX + grant.id,
+        name=f"{settings.job_prefix}-{grant.id}",
         components=components,
         script=_script(grant.id, launch, settings, components),
         environment=_environment(grant.id, launch, settings),
@@ -68,8 +67,8 @@ def job_order(
 
 
 def grant_of(job_name: str) -> str:
-    """The grant id in the name of a job or of a component."""
-    return job_name.removeprefix(PREFIX).partition(".")[0]
+    """The grant id in the name PREFIX-GRANT of a job, or PREFIX-GRANT.N of a component."""
+    return job_name.partition("-")[2].partition(".")[0]
 
 
 def comment(component: Component) -> str:

@@ -33,6 +33,10 @@ class SlurmSettings(BaseModel):
     user: str = ""
     """User that owns the jobs; empty is the user of this process."""
 
+    job_prefix: str = Field(default="reflux", pattern=r"^[A-Za-z][A-Za-z0-9]{0,31}$")
+    """First word of the names of our jobs. A scheduler ends jobs of its prefix and user that it does not know: two
+    schedulers with one user take two prefixes."""
+
     partition: str = ""
     """Only nodes of this partition are used; empty uses the default partition and all nodes."""
 
