@@ -216,7 +216,7 @@ def churned(seed: int, load: float, racks: int = 40) -> Room:
     rng = random.Random(seed)
     room = Room(cluster(blocks=racks // 8, racks=8, nodes=18, gpus=4))
     total, held, jobs = racks * 18, 0, []
-    for number in range(900):
+    for number in range(500):
         size = rng.choices([1, 2, 4, 8, 16, 18, 32], [25, 20, 15, 12, 10, 6, 5])[0]
         gang = gang_of(size, 4, **({"required_level": "rack"} if size <= 18 else {"segment_size": 16}))
         found = find_place(room, gang) if held + size <= load * total else None
