@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import kmock
+from aiohttp.test_utils import RawTestServer
 from kube_api import NAMESPACE, Api, stamp
 
 HANG_SECONDS = 30
@@ -58,6 +59,13 @@ def processes_of(uid: str) -> list[int]:
             if marker in (folder / "environ").read_bytes().split(b"\0"):
                 found.append(int(folder.name))
     return found
+
+
+class _QuickServer(RawTestServer):
+    """Ends handlers of clients that were killed soon; a minute is the default."""
+
+    async def _make_runner(self, **options):
+        return await super()._make_runner(shutdown_timeout=0.2, **options)
 
 
 class Cluster:
@@ -109,7 +117,7 @@ class Cluster:
     async def up(self) -> None:
         """Starts the API server, at the same address as before."""
         self.api.stopping = False
-        self._server = kmock.Server(self.api, port=self._port)
+        self._server = kmock.Server(self.api, port=self._port, server_cls=_QuickServer)
         await self._server.__aenter__()
         self._port = self._server.port
 
@@ -144,6 +152,18 @@ class Cluster:
         metadata = {"name": name, "namespace": "theirs", "labels": {"app": "other"}}
         pod = {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec, "status": {"phase": "Running"}}
         await self.create("/api/v1/namespaces/theirs/pods", pod)
+
+    async def remove_foreign_pod(self, name: str) -> None:
+        """It is gone at once: there is no kubelet that it has to wait for."""
+        where = f"/api/v1/namespaces/theirs/pods/{name}"
+        await self._send("DELETE", where)
+        await self.patch(where, {"metadata": {"finalizers": []}})
+
+    async def revive_node(self, name: str) -> None:
+        """The machine is back, empty."""
+        self._dead_nodes.discard(name)
+        condition = {"type": "Ready", "status": "True", "message": "kubelet is posting ready status"}
+        await self.patch(f"/api/v1/nodes/{name}", {"status": {"conditions": [condition]}})
 
     async def fail_node(self, name: str, *, evict: bool = True) -> None:
         """The machine dies: its processes at once, then the node is NotReady, then its pods are evicted."""
@@ -184,6 +204,10 @@ class Cluster:
         """All living processes of all pods that ever were."""
         return [pid for uid in self._seen_uids for pid in processes_of(uid)]
 
+    def agents(self) -> list[int]:
+        """The first process of every pod that ever was."""
+        return list(self._pids.values())
+
     def log(self, pod: str) -> str:
         return (self._folder / f"{pod}.log").read_text()
 
@@ -192,8 +216,7 @@ class Cluster:
         version = 0
         async with asyncio.timeout(HANG_SECONDS):
             while not condition():
-                with contextlib.suppress(TimeoutError):
-                    version = await asyncio.wait_for(self.api.changed(version), 0.05)
+                version = await self._news(version)
 
     async def _run(self) -> None:
         """Reconciles after every change and a few times per second, because processes end without telling."""
@@ -201,8 +224,14 @@ class Cluster:
         while True:
             if self._server is not None and not self.api.silent.is_set():
                 await self._reconcile()
-            with contextlib.suppress(TimeoutError):
-                version = await asyncio.wait_for(self.api.changed(version), 0.03)
+            version = await self._news(version)
+
+    async def _news(self, version: int) -> int:
+        """The version of the next change, or the same one after a moment. (wait_for can swallow a cancel in 3.11.)"""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(0.03):
+                return await self.api.changed(version)
+        return version
 
     async def _reconcile(self) -> None:
         for plural in ("jobsets", "leaderworkersets"):
@@ -344,7 +373,8 @@ class Cluster:
         ready = next(each for each in node["status"]["conditions"] if each["type"] == "Ready")
         if node["spec"].get("unschedulable") or ready["status"] != "True":
             return "node(s) were unschedulable"
-        here = [each for each in self.pods_on(name) if each["status"].get("phase") not in ("Failed", "Succeeded")]
+        there = [each for each in self.api.all("pods") if each["spec"].get("nodeName") == name]
+        here = [each for each in there if each["status"].get("phase") not in ("Failed", "Succeeded")]
         for term in (affinity.get("podAntiAffinity") or {}).get("requiredDuringSchedulingIgnoredDuringExecution", ()):
             wanted = term["labelSelector"]["matchLabels"].items()
             if any(wanted <= each["metadata"]["labels"].items() for each in here):
@@ -402,19 +432,21 @@ class Cluster:
         try:
             found, status = os.waitpid(pid, os.WNOHANG)
         except ChildProcessError:  # not our child: started by a helper, which reaps it
-            return None if Path(f"/proc/{pid}").exists() else 0
+            return None if _lives(pid) else 0
         if not found:
             return None
         return os.waitstatus_to_exitcode(status)
 
     def kill(self, uid: str) -> None:
         """All processes of a pod, at once."""
-        while pids := processes_of(uid):  # again, because one may have forked meanwhile
-            for pid in pids:
+        first = self._pids.get(uid)
+        while pids := {*processes_of(uid), *([first] if first is not None and _lives(first) else [])}:
+            for pid in pids:  # again and again, because one may have forked meanwhile
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-        with contextlib.suppress(ChildProcessError, KeyError):
-            os.waitpid(self._pids[uid], 0)
+        if first is not None:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(first, 0)
 
     async def create(self, where: str, body: dict) -> None:
         await self._send("POST", where, body)
@@ -427,6 +459,13 @@ class Cluster:
             return
         async with self._server.client.request(method, where, json=body) as response:
             assert response.status in (200, 404), await response.text()
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return b") Z " not in Path(f"/proc/{pid}/stat").read_bytes()
+    except OSError:
+        return False
 
 
 def _owned(thing: dict, uid: str) -> bool:

@@ -75,10 +75,10 @@ class Process:
 
 
 class Zygote:
-    """Forks scheduler and agents."""
+    """Forks scheduler and agents, with more modules imported already if they are named."""
 
-    def __init__(self) -> None:
-        command = [sys.executable, str(Path(__file__).with_name("zygote.py"))]
+    def __init__(self, *modules: str) -> None:
+        command = [sys.executable, str(Path(__file__).with_name("zygote.py")), *modules]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def start(self, module: str, environment: dict[str, str], log: Path) -> Process:

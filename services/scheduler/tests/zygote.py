@@ -1,9 +1,11 @@
 """Starts scheduler and agents by fork, because importing gRPC anew for each of thirty processes takes most of the time.
 
 One JSON line on stdin (module, env, log) per start, one line with the pid on stdout; LOG.status gets the exit status.
-The program is the same that `python -m MODULE` runs; nothing but imports happens before the fork.
+The program is the same that `python -m MODULE` runs; nothing but imports happens before the fork. Arguments name more
+modules to import: clients of clusters, which scheduler or agents import late.
 """
 
+import importlib
 import json
 import os
 import signal
@@ -41,6 +43,8 @@ def become(order: dict) -> NoReturn:
 def serve() -> None:
     # Children are reaped by the kernel: who ended is told by its pid being gone.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    for module in sys.argv[1:]:
+        importlib.import_module(module)
     for line in sys.stdin:
         pid = os.fork()
         if pid == 0:

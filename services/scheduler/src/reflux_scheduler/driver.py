@@ -196,7 +196,8 @@ class JobDriver:
         for part in job.parts:
             if part.state == "granted":
                 status = self._tools.grants.status(f"{job.id}-{part.number}")
-                if status is not None and status.state == "ended":
+                # A part that nobody is in has lost all of its nodes, or was given back already.
+                if status is not None and status.state == "ended" and part.number in _used_parts(job):
                     await self._requeue(f"grant {status.id} ended: {status.reason or 'no reason given'}")
                     return True
             else:
@@ -225,9 +226,8 @@ class JobDriver:
     async def _drop_empty_parts(self, job: Job) -> None:
         if job.placement is None or job.ending is not None or len(job.parts) < 2:
             return
-        used = {seat.part for seat in (*job.placement.seats(), *job.retiring)}
         for part in job.parts:
-            if part.number not in used and await self._tools.grants.release(job, part.number):
+            if part.number not in _used_parts(job) and await self._tools.grants.release(job, part.number):
                 await self._book.change(job.id, lambda job, n=part.number: jobs.released(job, n, time.time()))
 
     async def _wind_down(self, job: Job) -> bool:
@@ -280,6 +280,12 @@ class JobDriver:
 
     async def _requeue(self, cause: str) -> None:
         await self._book.change(self._job_id, lambda job: jobs.requeue(job, cause, time.time()))
+
+
+def _used_parts(job: Job) -> frozenset[int]:
+    """Parts with a member in them, one that is about to leave included."""
+    placed = () if job.placement is None else job.placement.seats()
+    return frozenset(seat.part for seat in (*placed, *job.retiring))
 
 
 def _starting(job: Job) -> Job:

@@ -42,7 +42,8 @@ class Mirror:
     async def in_step(self, seconds: float) -> None:
         """Returns when the copy follows the server. Raises BackendAway when it cannot."""
         try:
-            await asyncio.wait_for(self._settled.wait(), seconds)
+            async with asyncio.timeout(seconds):
+                await self._settled.wait()
         except TimeoutError:
             raise BackendAway(f"no list of {self._where} after {seconds:g} s") from None
         if self._problem:
@@ -61,8 +62,11 @@ class Mirror:
                 if not self._version:
                     await self._list()
                 self._in_step()
-                await self._watch()
-                pause = _RETRY_SECONDS[0]
+                if await self._watch():
+                    pause = _RETRY_SECONDS[0]
+                else:
+                    # A proxy that ends every stream at once must not keep us busy.
+                    await asyncio.sleep(pause)
             except Expired:
                 log.info("the watch of %s is too old, listing again", self._where)
                 self._version = ""
@@ -84,9 +88,12 @@ class Mirror:
         self._problem = ""
         self._settled.set()
 
-    async def _watch(self) -> None:
+    async def _watch(self) -> bool:
+        """Follows one stream to its end; whether it brought anything."""
+        heard = False
         async with contextlib.aclosing(self._api.watch(self._where, self._version, self._selector)) as events:
             async for event in events:
+                heard = True
                 thing = event["object"]
                 self._version = thing["metadata"].get("resourceVersion", self._version)
                 if event["type"] == "DELETED":
@@ -94,6 +101,7 @@ class Mirror:
                     self.revision += 1
                 elif event["type"] != "BOOKMARK":
                     self.put(thing)
+        return heard
 
 
 def _key(thing: Object) -> str:

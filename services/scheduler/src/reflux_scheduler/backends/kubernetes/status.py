@@ -58,8 +58,8 @@ def judge(seen: Observed, now: float, start_deadline_seconds: float, *, kueue: b
     if granted:
         lost = _lost(seen, nodes)
         reason = "; ".join(f"{node}: {why}" for node, why in list(lost.items())[:3]) or "; ".join(finished)
-        over = (len(lost) == len(nodes) or len(finished) == len(seen.workloads)) and not _holds(seen)
-        return Verdict(GrantStatus(seen.grant_id, "ended" if over else "granted", native, reason, tuple(lost)))
+        # Not ended when all are lost: the scheduler replaces nodes one by one, also the last one.
+        return Verdict(GrantStatus(seen.grant_id, "granted", native, reason, tuple(lost)))
     dead = [_death(pod) for pod in seen.pods if _phase(pod) in _ENDED_POD]
     if finished or dead:
         return Verdict(GrantStatus(seen.grant_id, "ended", native, (dead or finished)[0]))
