@@ -19,6 +19,7 @@ from reflux_scheduler.backends.slurm.backend import SlurmBackend
 from reflux_scheduler.backends.slurm.client import JobRecord, complaint, parse_version
 from reflux_scheduler.backends.slurm.commands import sbatch_argv
 from reflux_scheduler.backends.slurm.job import comment, job_order, parse_comment
+from reflux_scheduler.backends.slurm.launcher import agent_environment
 from reflux_scheduler.backends.slurm.rest import RestClient, submission
 from reflux_scheduler.backends.slurm.settings import SlurmSettings
 
@@ -263,6 +264,16 @@ async def test_a_topology_file_is_read_instead_of_asking_the_cluster(tmp_path):
         "n1": {"rack": "b1", "block": "b1"},
         "n2": {"rack": "b1", "block": "b1"},
     }
+
+
+def test_an_agent_is_reached_at_its_node_not_where_the_scheduler_is():
+    own = {"SLURMD_NODENAME": "n7", "REFLUX_ADVERTISE_HOST": "control1", "REFLUX_STACK_SECRET": "s3"}
+    seen = agent_environment(own, "node")
+    assert (seen["REFLUX_AGENT_NODE"], seen["REFLUX_ADVERTISE_HOST"]) == ("n7", "n7")
+    assert seen["REFLUX_AGENT_LISTEN"] == "0.0.0.0:0"
+    assert agent_environment(own, "loopback") == {
+        "SLURMD_NODENAME": "n7", "REFLUX_AGENT_NODE": "n7", "REFLUX_STACK_SECRET": "s3"
+    }  # fmt: skip
 
 
 def launcher(script: str, folder: Path, *parent: str) -> "subprocess.Popen[bytes]":

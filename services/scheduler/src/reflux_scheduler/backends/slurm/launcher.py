@@ -109,12 +109,15 @@ def _sweep() -> None:
 
 
 def agent_environment(own: Mapping[str, str], host: str) -> dict[str, str]:
-    """The environment of the agent: which node it is, and where peers reach it."""
+    """The environment of the agent: which node it is, and where peers reach it. Where the scheduler itself is reached
+    came along with its environment and is not true here."""
     node = own["SLURMD_NODENAME"]
     environment = {**own, "REFLUX_AGENT_NODE": node}
+    for name in ("REFLUX_ADVERTISE_HOST", "REFLUX_AGENT_ADVERTISE"):
+        environment.pop(name, None)
     if host == "node":
         environment.setdefault("REFLUX_AGENT_LISTEN", "0.0.0.0:0")
-        environment.setdefault("REFLUX_ADVERTISE_HOST", node)
+        environment["REFLUX_ADVERTISE_HOST"] = node
     return environment
 
 
