@@ -11,13 +11,13 @@ AGENT = ROOT / "deploy/agent/Dockerfile"
 DOCKERFILES = {path.parent.name: path for path in (*sorted(ROOT.glob("services/*/Dockerfile")), AGENT)}
 
 INSTALLS = {
-    "scheduler": "libs/protos libs/kit services/scheduler",
+    "scheduler": "libs/protos libs/kit libs/placement services/scheduler[kubernetes]",
     "trainer": "libs/protos libs/kit libs/runs libs/tasks libs/model libs/storage services/trainer",
     "inference-gateway": "libs/protos libs/kit services/inference-gateway",
     "weight-broker": "libs/protos libs/kit libs/transfer services/weight-broker",
     "sandbox": "libs/protos libs/kit libs/tasks services/sandbox",
     "checkpoint": "libs/protos libs/kit libs/storage services/checkpoint",
-    "agent": "libs/protos libs/kit libs/runs libs/tasks libs/storage libs/transfer libs/model "
+    "agent": "libs/protos libs/kit libs/placement libs/runs libs/tasks libs/storage libs/transfer libs/model "
     "services/scheduler services/trainer[learner] services/inference-gateway[engine]",
 }
 """What the isolated test of each service installs; a new dependency between packages is added in both places."""
