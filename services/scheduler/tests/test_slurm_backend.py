@@ -30,6 +30,8 @@ NOTE = (
 )
 AGENT = ("/bin/sh", "-c", f"{NOTE}; exec sleep 600")
 DOOMED = "doomed-0"
+RACK1 = ("r1n0", "r1n1", "r1n2", "r1n3")
+"""Not the nodes that Slurm would take by itself."""
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "runs")
 
@@ -138,13 +140,13 @@ async def test_the_topology_is_the_clusters_own(backend):
 
 
 async def test_a_gang_gets_exactly_its_nodes_and_each_agent_its_gpus(cluster, backend):
-    wanted = grant("gang-0", "r0n0", "r0n1", "r0n2", "r0n3", gpus=4)
+    wanted = grant("gang-0", *RACK1, gpus=4)
     status = await granted(backend, wanted)
     assert status.native.startswith("slurm job ")
     assert status.lost_nodes == ()
     seen = await notes(cluster, wanted)
-    assert seen == {node: f"{node} gang-0 [0,1,2,3] {SECRET}" for node in ("r0n0", "r0n1", "r0n2", "r0n3")}
-    assert cluster.run("squeue", "-h", "-n", "reflux-gang-0", "-o", "%N").strip() == "r0n[0-3]"
+    assert seen == {node: f"{node} gang-0 [0,1,2,3] {SECRET}" for node in RACK1}
+    assert cluster.run("squeue", "-h", "-n", "reflux-gang-0", "-o", "%N").strip() == "r1n[0-3]"
 
 
 async def test_a_drained_node_is_told_and_a_grant_on_it_waits_with_the_reason(cluster, backend):
