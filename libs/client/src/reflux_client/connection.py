@@ -78,7 +78,8 @@ def settings() -> ServiceSettings:
     return ServiceSettings.model_validate(found | {"redis_url": record.redis_url, "state_dir": str(record.state_dir)})
 
 
-def channel(service: str) -> grpc.aio.Channel:
-    """A channel to one service, for example "trainer"."""
+def channel(service: str, max_message_mib: int = 4) -> grpc.aio.Channel:
+    """A channel to one service, for example "trainer", for answers of up to `max_message_mib`."""
     found = settings()
-    return open_channel(getattr(found, _ADDRESS_FIELDS[service]), found, subject="cli")
+    address = getattr(found, _ADDRESS_FIELDS[service])
+    return open_channel(address, found, subject="cli", max_message_mib=max_message_mib)

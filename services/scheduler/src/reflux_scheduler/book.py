@@ -26,11 +26,11 @@ KEPT_FINAL_JOBS = 500
 class Book:
     """Methods may raise RedisError or NotLeading: then nothing has changed."""
 
-    def __init__(self, store: Store, ledger: Ledger, metrics: Metrics, woken: Callable[[str], None]) -> None:
+    def __init__(self, store: Store, ledger: Ledger, metrics: Metrics, changed: Callable[[str, bool], None]) -> None:
         self._store = store
         self._ledger = ledger
         self._metrics = metrics
-        self._woken = woken
+        self._changed = changed
         self._jobs: dict[str, Job] = {}
         self._posts: dict[Post, set[str]] = {}
         self._posts_of: dict[str, frozenset[Post]] = {}
@@ -152,13 +152,13 @@ class Book:
 
     def _tell(self, before: Job, after: Job) -> None:
         """Log, watchers and metrics of one stored change."""
+        self._changed(after.id, after.sequence != before.sequence)
         if after.sequence != before.sequence:
             for event in after.events:
                 if event.sequence > before.sequence:
                     log.info("%s %s", after.name, event.text)
             self._pulses.pop(after.id, asyncio.Event()).set()
             self._metrics.changed(before, after)
-            self._woken(after.id)
 
     def _index(self, job: Job) -> None:
         posts: frozenset[Post] = frozenset()

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import logging
 import time
 import uuid
@@ -33,6 +34,7 @@ from reflux_scheduler.store import Store
 log = logging.getLogger(__name__)
 
 _TICK_SECONDS = 1.0
+_KNOWN_SHAPES = 1024
 _MANY_NODES = 500
 """Of more nodes than this not every agent that comes makes a look at all of them; the next tick does."""
 
@@ -70,11 +72,13 @@ class Controller:
         self._registrations = -1
         self._lost_posts: dict[Post, str] = {}
         self._down: dict[int, bool] = {}
-        self.book = Book(store, ledger, metrics, self.wake_job)
+        self.book = Book(store, ledger, metrics, self._job_changed)
         self._claims = Claims(store, ledger.topology)
         self.planner = Planner(self.book, ledger, nodes, rules, self._claims, metrics)
         self._tools = Tools(self.book, ledger, fleet, crew, grants, start_seconds)
         self._drivers: dict[str, JobDriver] = {}
+        # Most jobs are of shapes that were seen before, and the topology stays the same.
+        self._fits_ever = functools.lru_cache(maxsize=_KNOWN_SHAPES)(functools.partial(fits_ever, self.topology))
 
     async def load(self) -> None:
         """Reads what the last scheduler knew; writes nothing."""
@@ -82,8 +86,9 @@ class Controller:
         await self.book.load()
         await self._claims.load()
         for job in self.book.jobs.values():
+            self.planner.changed(job.id)
             if job.state == "PENDING":
-                misfit = fits_ever(self.topology, job.spec.demand())
+                misfit = self._fits_ever(job.spec.demand())
                 if misfit is not None:
                     self.book.homeless[job.id] = f"the topology has changed: {misfit.sentence}"
 
@@ -113,7 +118,7 @@ class Controller:
         """
         demand = spec.demand()
         demand.check_levels(self.topology)
-        misfit = await asyncio.to_thread(fits_ever, self.topology, demand)
+        misfit = await asyncio.to_thread(self._fits_ever, demand)
 
         def make(number: int) -> Job:
             now = time.time()
@@ -152,7 +157,7 @@ class Controller:
         """What a job lacks that was failed because it fits nowhere."""
         if job.state != "FAILED" or job.attempt:
             return None
-        return fits_ever(self.topology, job.spec.demand())
+        return self._fits_ever(job.spec.demand())
 
     @property
     def queues(self) -> Mapping[str, Queue]:
@@ -168,8 +173,11 @@ class Controller:
         self._due = True
         self._wake.set()
 
-    def wake_job(self, job_id: str) -> None:
-        """A job changed."""
+    def _job_changed(self, job_id: str, visibly: bool) -> None:
+        """A job changed; `visibly` when more than figures moved."""
+        self.planner.changed(job_id)
+        if not visibly:
+            return
         driver = self._drivers.get(job_id)
         if driver is not None:
             driver.nudge()

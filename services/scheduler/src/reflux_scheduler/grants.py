@@ -39,10 +39,10 @@ class Grants:
 
     async def request(self, job: Job, part: int) -> None:
         """Asks for a part once per life of this scheduler. Raises BackendAway or GrantRefused."""
-        grant = _grant(job, part)
-        if grant.id not in self._asked:
-            await self.backend.request(grant)
-            self._asked[grant.id] = time.monotonic()
+        grant_id = f"{job.id}-{part}"
+        if grant_id not in self._asked:
+            await self.backend.request(_grant(job, part))
+            self._asked[grant_id] = time.monotonic()
             self._poke.set()
 
     async def release(self, job: Job, part: int) -> bool:
@@ -122,6 +122,8 @@ class Grants:
 
     def _note_conditions(self, conditions: Mapping[str, NodeCondition]) -> None:
         old = self._conditions
+        if conditions is old:
+            return
         self._news |= {node: said for node, said in conditions.items() if old.get(node) != said}
         self._news |= dict.fromkeys(old.keys() - conditions.keys(), _UNKNOWN)
         self._conditions = conditions

@@ -20,7 +20,8 @@ _DEFAULT_GRACE_SECONDS = 10.0
 _MAX_GRACE_SECONDS = 3600.0
 _MAX_SECONDS = 1e9
 _MAX_AMOUNT = 1e15
-_MAX_COUNT = 1_000_000
+MAX_MEMBERS = 50_000
+"""A job of this size still fits into one message of 4 MiB with its placements."""
 
 MEMBER_STATES: dict[job_pb2.RoleStatus.State.ValueType, MemberState] = {
     job_pb2.RoleStatus.STATE_RUNNING: "running",
@@ -55,6 +56,9 @@ def parse_spec(request: pb.CreateJobRequest, topology: Topology, queues: frozens
     queue = request.queue or DEFAULT_QUEUE
     if queue not in queues:
         raise InvalidRequest(f"queue = {queue[:MAX_TEXT]!r}: there is no such queue; known: {_some(sorted(queues))}")
+    members = sum(max(role.count, role.max_count) for role in request.roles)
+    if members > MAX_MEMBERS:
+        raise InvalidRequest(f"roles.count: {members} members in all; a gang has at most {MAX_MEMBERS}")
     levels = _Levels(topology)
     return JobSpec(
         display_name=request.display_name,
@@ -83,8 +87,8 @@ def _parse_role(role: job_pb2.RoleSpec, levels: "_Levels") -> RoleTemplate:
     if not math.isfinite(grace) or not 0 <= grace <= _MAX_GRACE_SECONDS:
         raise InvalidRequest(f"{key}.stop_grace_seconds = {grace!r}: 0 (default) to {_MAX_GRACE_SECONDS:g}")
     for name in ("count", "min_count", "max_count", "segment_size", "max_per_domain"):
-        if getattr(role, name) > _MAX_COUNT:
-            raise InvalidRequest(f"{key}.{name} = {getattr(role, name)}: at most {_MAX_COUNT}")
+        if getattr(role, name) > MAX_MEMBERS:
+            raise InvalidRequest(f"{key}.{name} = {getattr(role, name)}: at most {MAX_MEMBERS}")
     segmented = role.segment_size > 0
     return RoleTemplate(
         name=role.role,

@@ -61,7 +61,11 @@ class Planner:
         self._rules = rules
         self._claims = claims
         self._metrics = metrics
-        self._lives: dict[str, tuple[Job, Live]] = {}
+        self._lives: dict[str, Live] = {}
+        self._unsettled: set[str] = set()
+        """Live jobs whose view depends on the time."""
+
+        self._stale: set[str] = set()
         self.waits: dict[str, Wait] = {}
         """Why pending jobs wait, as of the last cycle."""
 
@@ -69,12 +73,11 @@ class Planner:
         """What the policy looks at, with a room of its own."""
         everything = self._book.jobs.values()
         pending = sorted((job for job in everything if job.state == "PENDING"), key=lambda job: job.number)
-        live = {job.name: self._live(job, now) for job in everything if job.name in self._ledger.room.holdings}
-        self._lives = {name: self._lives[name] for name in live}
+        self._refresh_lives(now)
         return View(
             room=self._ledger.room.copy(),
             pending=[_ask(job, job.spec.demand()) for job in pending],
-            live=live,
+            live=dict(self._lives),
             queues=self._rules.queues,
             nodes=self._nodes.states,
             spares=self._nodes.spares,
@@ -86,7 +89,7 @@ class Planner:
         """Decides and carries out. Raises RedisError or NotLeading; what was carried out until then stays."""
         self._nodes.apply(self._ledger.room)
         view = self.view(time.time())
-        places = {job.name: planned_placement(job) for job in self._book.jobs.values() if not job.final}
+        places = {name: planned_placement(self._book.get(_id(name))) for name in view.live}
         began = time.monotonic()
         decision = await asyncio.to_thread(decide, view, self._rules.config)
         self._metrics.decided(time.monotonic() - began)
@@ -222,14 +225,23 @@ class Planner:
             if job is not None and job.state == "PENDING" and wait.sentence and job.message != text:
                 await self._book.change(job.id, lambda job, text=text: _waits(job, text))
 
-    def _live(self, job: Job, now: float) -> Live:
-        """How the policy sees a placed job; made anew only when the job has changed or time matters for it."""
-        known = self._lives.get(job.name)
-        if known is not None and known[0] is job and job.ending is None and not known[1].movable:
-            return known[1]
-        live = self._make_live(job, now)
-        self._lives[job.name] = (job, live)
-        return live
+    def changed(self, job_id: str) -> None:
+        """A job has changed: the policy has to see it anew."""
+        self._stale.add(job_id)
+
+    def _refresh_lives(self, now: float) -> None:
+        """Brings up to date how the policy sees placed jobs: those that changed, and those for which time matters."""
+        stale, self._stale = self._stale | self._unsettled, set()
+        self._unsettled = set()
+        for job_id in stale:
+            job = self._book.jobs.get(job_id)
+            name = f"jobs/{job_id}"
+            if job is None or name not in self._ledger.room.holdings:
+                self._lives.pop(name, None)
+                continue
+            live = self._lives[name] = self._make_live(job, now)
+            if live.movable or job.ending is not None:
+                self._unsettled.add(job_id)
 
     def _make_live(self, job: Job, now: float) -> Live:
         demand = job.spec.demand()

@@ -1,5 +1,6 @@
 """Turns the scheduler's values into messages; values of secret variables are left out of what clients see."""
 
+import functools
 import re
 from collections.abc import Sequence
 
@@ -11,33 +12,25 @@ from reflux_placement.place.cost import Cost
 from reflux_placement.place.misfit import Misfit
 from reflux_placement.room import gpu_indices
 from reflux_placement.topology import Resources, Topology
-from reflux_scheduler.job import Event, Job, MemberStatus, RoleTemplate, Seat
+from reflux_scheduler.job import Event, Job, MemberStatus, Placement, RoleTemplate, Seat
 from reflux_scheduler.parse import MEMBER_STATES
 
 _SECRET = re.compile(r"SECRET|TOKEN|PASSWORD|CREDENTIAL|PRIVATE|_KEY", re.IGNORECASE)
+MANY_MEMBERS = 5000
 _STATUS_OF = {state: number for number, state in MEMBER_STATES.items()} | {"lost": job_pb2.RoleStatus.STATE_STOPPED}
 
 
-def render_job(job: Job, topology: Topology) -> job_pb2.Job:
-    """The message of a job."""
+def render_job(job: Job, topology: Topology, *, brief: bool = False) -> job_pb2.Job:
+    """The message of a job; `brief` leaves its members out."""
     paths, placement = Paths(topology), job.placement
-    seats = list(placement.seats()) if placement is not None else []
+    seats = list(placement.seats()) if placement is not None and not brief else []
     return job_pb2.Job(
         name=job.name,
         display_name=job.spec.display_name,
         state=job_pb2.Job.State.Value(f"STATE_{job.state}"),
         roles=[render_role(role, show_secrets=False) for role in job.spec.roles],
-        placements=[
-            common_pb2.Placement(
-                role=seat.role, rank=seat.rank, node=paths.of(seat.node), gpu_indices=gpu_indices(seat.gpus)
-            )
-            for seat in seats
-        ],
-        members=[
-            _render_member(job, seat, status, paths)
-            for seat in seats
-            if (status := job.members.get(seat.label)) is not None and status.incarnation
-        ],
+        placements=_render_places(placement, paths) if placement is not None and not brief else (),
+        members=_render_members(job, seats, paths) if job.members else (),
         message=job.message,
         created_at=job.created_at,
         ended_at=job.ended_at,
@@ -54,18 +47,39 @@ def render_job(job: Job, topology: Topology) -> job_pb2.Job:
         attempt=job.attempt,
         preemptions=job.preemptions,
         requeues=job.requeues,
-        grants=_render_grants(job, paths),
+        grants=_render_grants(job, paths, brief),
         placed_at=job.placed_at,
         running_at=job.running_at,
         saved_at=job.saved_at,
     )
 
 
-def _render_grants(job: Job, paths: "Paths") -> list[job_pb2.JobGrant]:
+def _render_places(placement: Placement, paths: "Paths") -> list[common_pb2.Placement]:
+    indices = functools.lru_cache(maxsize=None)(gpu_indices)
+    return [
+        common_pb2.Placement(role=places.role, rank=rank, node=paths.of(node), gpu_indices=indices(gpus))
+        for places in placement.roles
+        for rank, (node, gpus) in enumerate(zip(places.nodes, places.gpus, strict=True))
+    ]
+
+
+def _render_members(job: Job, seats: Sequence[Seat], paths: "Paths") -> list[job_pb2.RoleStatus]:
+    """What the members do; of very large gangs only those that do not simply run, or the message would be too large."""
+    everyone = len(seats) <= MANY_MEMBERS
+    return [
+        _render_member(job, seat, status, paths)
+        for seat in seats
+        if (status := job.members.get(seat.label)) is not None
+        and status.incarnation
+        and (everyone or status.state != "running")
+    ]
+
+
+def _render_grants(job: Job, paths: "Paths", brief: bool) -> list[job_pb2.JobGrant]:
     if not job.parts or job.placement is None:
         return []
     nodes: dict[int, dict[str, None]] = {part.number: {} for part in job.parts}
-    for seat in job.placement.seats():
+    for seat in job.placement.seats() if not brief else ():
         nodes.setdefault(seat.part, {})[paths.of(seat.node)] = None
     return [
         job_pb2.JobGrant(
@@ -176,12 +190,17 @@ def _render_member(job: Job, seat: Seat, member: MemberStatus, paths: "Paths") -
     )
 
 
+@functools.lru_cache(maxsize=2)
+def _paths_by_name(topology: Topology) -> dict[str, str]:
+    return {node.name: topology.path(index) for index, node in enumerate(topology.nodes)}
+
+
 class Paths:
     """Full paths of nodes; a node that the topology has lost keeps its bare name."""
 
     def __init__(self, topology: Topology) -> None:
-        self._topology = topology
+        self._by_name = _paths_by_name(topology)
 
     def of(self, node: str) -> str:
         """The path of a node name."""
-        return self._topology.path(self._topology.index_of(node)) if node in self._topology else node
+        return self._by_name.get(node, node)

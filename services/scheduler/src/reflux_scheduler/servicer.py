@@ -39,7 +39,8 @@ class SchedulerServicer(ClusterPart, AgentsPart):
     async def GetJob(self, request: pb.GetJobRequest, context: Any) -> pb.GetJobResponse:
         """One job."""
         controller = await self._candidate.leading()
-        return pb.GetJobResponse(job=render_job(_job(controller, request.name), controller.topology))
+        job = _job(controller, request.name)
+        return pb.GetJobResponse(job=render_job(job, controller.topology, brief=request.brief))
 
     async def ListJobs(self, request: pb.ListJobsRequest, context: Any) -> pb.ListJobsResponse:
         """A page of jobs, newest first; the token is the number of the last job shown."""
@@ -50,7 +51,8 @@ class SchedulerServicer(ClusterPart, AgentsPart):
         jobs = [job for job in jobs if before is None or job.number < before]
         page = jobs[:size]
         token = str(page[-1].number) if len(jobs) > size else ""
-        return pb.ListJobsResponse(jobs=[render_job(job, controller.topology) for job in page], next_page_token=token)
+        shown = [render_job(job, controller.topology, brief=request.brief) for job in page]
+        return pb.ListJobsResponse(jobs=shown, next_page_token=token)
 
     async def CancelJob(self, request: pb.CancelJobRequest, context: Any) -> pb.CancelJobResponse:
         """Begins the end of a job; WatchJob tells when its members are gone."""
@@ -75,7 +77,9 @@ class SchedulerServicer(ClusterPart, AgentsPart):
                 news = [event for event in job.events if event.sequence > after]
                 after = job.sequence
                 yield pb.WatchJobResponse(
-                    job=render_job(job, controller.topology), resume_token=str(after), events=render_events(news)
+                    job=render_job(job, controller.topology, brief=request.brief),
+                    resume_token=str(after),
+                    events=render_events(news),
                 )
         except UnknownJob as error:
             # All jobs are forgotten when the lease ends: the stream goes on at the next leader.

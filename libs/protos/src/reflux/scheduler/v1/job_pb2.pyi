@@ -145,7 +145,7 @@ class Job(_message.Message):
 
     @_builtins.property
     def members(self) -> _containers.RepeatedCompositeFieldContainer[Global___RoleStatus]:
-        """One entry per started member."""
+        """One entry per started member; of gangs with more than 5000 members only those that do not run."""
 
     @_builtins.property
     def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___JobEvent]:
