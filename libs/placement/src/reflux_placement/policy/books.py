@@ -53,6 +53,9 @@ class Books:
         self.reserved: dict[str, Standing] = {}
         self._withheld: dict[str, Kept] = {}
         self._failed: dict[tuple[GangDemand, tuple[str, ...]], Misfit | Delays] = {}
+        self._blocked: dict[tuple[Standing, ...], Kept] = {}
+        """Amounts that reservations block; who they wait for does not change what it holds within a cycle."""
+
         self._drain: Drain | None = None
         self._prescreen: Prescreen | None = None
         self._prescreen_is_stale = False
@@ -198,7 +201,10 @@ class Books:
     def outside(self, binding: Sequence[Standing]) -> Room:
         """The room less what these reservations need."""
         room = self.room.copy()
-        nodes_K, amounts_KR = blocked(room, binding)
+        key = tuple(binding)
+        if key not in self._blocked:
+            self._blocked[key] = blocked(room, binding)
+        nodes_K, amounts_KR = self._blocked[key]
         room.free_NR[nodes_K] = np.maximum(room.free_NR[nodes_K] - amounts_KR, 0)
         return room
 

@@ -23,12 +23,13 @@ def needs_by_node(gang: GangDemand, assignment: Assignment) -> tuple[Ints, Ints]
 def held_on(room: Room, jobs: Iterable[str], nodes_K: Ints) -> Ints:
     """What jobs hold on nodes (ascending), (K, 3). Jobs that hold nothing count nothing."""
     held_KR = np.zeros((len(nodes_K), 3), dtype=np.int64)
-    for job in jobs:
-        holding = room.holdings.get(job)
-        if holding is not None and len(nodes_K):
-            position_M = np.searchsorted(nodes_K, holding.node_M).clip(max=len(nodes_K) - 1)
-            there_M = nodes_K[position_M] == holding.node_M
-            np.add.at(held_KR, position_M[there_M], holding.need_MR[there_M])
+    holdings = [room.holdings[job] for job in jobs if job in room.holdings]
+    if holdings and len(nodes_K):
+        node_M = np.concatenate([holding.node_M for holding in holdings])
+        need_MR = np.concatenate([holding.need_MR for holding in holdings])
+        position_M = np.searchsorted(nodes_K, node_M).clip(max=len(nodes_K) - 1)
+        there_M = nodes_K[position_M] == node_M
+        np.add.at(held_KR, position_M[there_M], need_MR[there_M])
     return held_KR
 
 
@@ -72,15 +73,17 @@ def blocked(room: Room, standing: Sequence[Standing]) -> tuple[Ints, Ints]:
     for each in standing:
         need_KR[np.searchsorted(nodes_K, each.nodes_K)] += each.need_KR
     after = {job: each.claim.keeps.get(job) for each in standing for job in each.claim.after}
+    need_KR -= held_on(room, [job for job, kept in after.items() if kept is None], nodes_K)
     for job, kept in after.items():
-        need_KR -= _given_up(room, job, kept, nodes_K)
+        if kept is not None:
+            need_KR -= _given_up(room, job, kept, nodes_K)
     return nodes_K, need_KR.clip(min=0)
 
 
-def _given_up(room: Room, job: str, kept: Assignment | None, nodes_K: Ints) -> Ints:
+def _given_up(room: Room, job: str, kept: Assignment, nodes_K: Ints) -> Ints:
     """What a job still holds on nodes beyond what it keeps there, (K, 3)."""
     held_KR = held_on(room, [job], nodes_K)
-    if kept is None or job not in room.holdings:
+    if job not in room.holdings:
         return held_KR
     kept_J, keeps_JR = needs_by_node(room.holdings[job].demand, kept)
     position_J = np.searchsorted(nodes_K, kept_J).clip(max=len(nodes_K) - 1)
