@@ -157,8 +157,6 @@ def flows_of(
         for demand in roles
     ]
     gpus = [0 if spread[i] >= 0 else demand.each.gpus * counts[i] for i, demand in enumerate(roles)]
-    if not any(demand.each.gpus for demand in roles):
-        gpus = [0 if spread[i] >= 0 else counts[i] for i in range(len(roles))]
     share_R = np.array(gpus, dtype=np.float64)
     if share_R.sum() > 0:
         bytes_RR += weights.floor_bytes * np.outer(share_R, share_R) / share_R.sum()

@@ -11,6 +11,7 @@ from reflux_placement.place.cost import DEFAULT_WEIGHTS, Weights, cost_of_nodes
 from reflux_placement.place.diagnose import diagnose, largest_that_fits, with_holders
 from reflux_placement.place.exhaust import Budget, Exhaustive
 from reflux_placement.place.fill import Slice
+from reflux_placement.place.improve import MAX_CELLS, improve
 from reflux_placement.place.misfit import Misfit
 from reflux_placement.place.pack import Packer, Question, prepare
 from reflux_placement.place.role import capacity_in, holds_all, place_alone
@@ -30,6 +31,13 @@ class Limits:
 
     exhaust_steps: int = 4_000
     """Steps of the complete search behind the packing; about 20 ms. A gang that needs more counts as a misfit."""
+
+    improve_steps: int = 150
+    """Arrangements that the local search prices, about 0.1 ms each, for gangs that span several of the tightest named
+    domains. 0 keeps the cheapest packing."""
+
+    improve_starts: int = 3
+    """Packings that it starts from."""
 
     exhaust_nodes: int = 64
     """Largest domain, in nodes, that is searched completely."""
@@ -157,21 +165,33 @@ def _search(question: Question, free_NR: Ints, limits: Limits) -> Nodes | None:
     preferred = topology.tightness(gang.preferred_level or CLUSTER)
     view = Slice(question.tree, len(topology.levels) - 1, 0, topology.num_nodes)
     if len(question.plans) == 1:
-        return _single(question, view, free_NR, required)
+        nodes = _single(question, view, free_NR, required)
+        return nodes if nodes is None else _improved(question, free_NR, [nodes], limits)
     start = min(preferred, required) if gang.preferred_level else 0
-    best: tuple[float, Nodes] | None = None
+    found: list[tuple[float, Nodes]] = []
     budget = Budget(limits.exhaust_steps)
     for level in range(start, required + 1):
         for inner in _candidates(question, view, free_NR, level, limits):
             nodes = Packer(question, inner, free_NR).pack()
-            if nodes is None and best is None and inner.last - inner.first <= limits.exhaust_nodes:
+            if nodes is None and not found and inner.last - inner.first <= limits.exhaust_nodes:
                 nodes = Exhaustive(question, inner, free_NR, budget).first()
             if nodes is not None:
-                price = _price(question, free_NR, nodes)
-                best = min(best, (price, nodes), key=lambda each: each[0]) if best else (price, nodes)
-        if best is not None and (gang.preferred_level or level <= question.prices.fast):
+                found.append((_price(question, free_NR, nodes), nodes))
+        if found and (gang.preferred_level or level <= question.prices.fast):
             break
-    return best[1] if best else None
+    if not found:
+        return None
+    found.sort(key=lambda each: each[0])
+    return _improved(question, free_NR, [nodes for _, nodes in found[: limits.improve_starts]], limits)
+
+
+def _improved(question: Question, free_NR: Ints, starts: list[Nodes], limits: Limits) -> Nodes:
+    """The cheapest arrangement; searched on when it spans several fast domains, but few enough to look at."""
+    part_N = question.tree.layers[question.prices.fast].part_N
+    spanned = len(np.unique(np.concatenate([part_N[ranks] for ranks in starts[0].values()])))
+    if not limits.improve_steps or not 1 < spanned <= MAX_CELLS:
+        return starts[0]
+    return improve(question, free_NR, starts, limits.improve_steps)
 
 
 def _single(question: Question, view: Slice, free_NR: Ints, required: int) -> Nodes | None:

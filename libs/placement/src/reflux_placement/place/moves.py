@@ -1,0 +1,142 @@
+"""Owns the moves of the local search and an estimate of what each saves, all of them at once as arrays.
+
+Moving j members of role r from cell a to cell b changes the pairs that are together at a level, where a and b lie in
+different parts, by  j * (P[r, b] - P[r, a]) + 2 * rate[r, r] * j^2  with  P = (rate + its diagonal) @ N  for the
+members N of all roles per part. Two moves at once add  -2 * j * i * rate[r, s].  Touched parts count for single moves.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from reflux_placement.place.cost import Floats
+from reflux_placement.place.yard import Counts, Yard
+from reflux_placement.topology import Ints
+
+Move = tuple[tuple[int, int, int, int], ...]
+"""(role, from cell, to cell, members), all at once."""
+
+Ranked = list[tuple[float, Move]]
+
+
+@dataclass(frozen=True, eq=False)
+class _Level:
+    """What one level adds to the estimates, prepared once."""
+
+    group_K: Ints
+    member_GK: Floats
+    apart_KK: Floats
+    pull_RR: Floats
+    """Rates with the diagonal doubled."""
+
+    rate_RR: Floats
+    self_R11: Floats
+    price: float
+    free_K: Floats
+    """Free GPUs of the part of each cell."""
+
+
+class Moves:
+    """Single moves, exchanges, and moves of bound roles in one yard."""
+
+    def __init__(self, yard: Yard, bound: list[dict[int, int]], most: int) -> None:
+        self._unit_R1 = np.array([yard.unit(plan) for plan in yard.plans])[:, None]
+        self._bound, self._most = bound, most
+        self._levels = [
+            _Level(
+                group_K,
+                (np.arange(group_K.max() + 1)[:, None] == group_K).astype(np.float64),
+                (group_K[:, None] != group_K).astype(np.float64),
+                rate_RR + np.diag(np.diag(rate_RR)),
+                rate_RR,
+                2 * np.diag(rate_RR)[:, None, None],
+                price,
+                free_G[group_K] * price,
+            )
+            for group_K, rate_RR, price, free_G in yard.rates
+        ]
+        self._known: dict[Counts, list[Move]] = {}
+
+    def ranked(self, counts: Counts) -> list[Move]:
+        """The moves that promise most, best first; those that promise a loss are left out."""
+        known = self._known.get(counts)
+        if known is not None:
+            return known
+        counts_RK = np.array(counts, dtype=np.int64)
+        pulls = [(level.pull_RR @ (counts_RK @ level.member_GK.T))[:, level.group_K] for level in self._levels]
+        # Members to move per role and cell: all, half in whole units, one unit.
+        half_RK = counts_RK // 2 // self._unit_R1 * self._unit_R1
+        sizes = [counts_RK, half_RK, np.minimum(self._unit_R1, counts_RK)]
+        changes = [self._change(size_RK, pulls) for size_RK in sizes]
+        found: Ranked = []
+        for size_RK, change in zip(sizes, changes, strict=True):
+            found += self._singles(counts_RK, size_RK, change)
+        for one in (0, 2):
+            for other in (0, 2):
+                found += self._exchanges(sizes[one], sizes[other], changes[one], changes[other])
+        found += self._bound_moves(counts_RK, pulls)
+        found.sort(key=lambda each: each[0])
+        best = list(dict.fromkeys(move for _, move in found))[: self._most]
+        self._known[counts] = best
+        return best
+
+    def _change(self, size_RK: Ints, pulls: list[Floats]) -> Floats:
+        """Change of the pairs' price for every single move [R, from, to]; inf where there is none to make."""
+        j = size_RK[:, :, None].astype(np.float64)
+        change = np.zeros((*size_RK.shape, size_RK.shape[1]))
+        for level, pull_RK in zip(self._levels, pulls, strict=True):
+            change += level.apart_KK * (j * (pull_RK[:, None, :] - pull_RK[:, :, None] + level.self_R11 * j))
+        change[size_RK == 0] = np.inf
+        cells = np.arange(size_RK.shape[1])
+        change[:, cells, cells] = np.inf
+        return change
+
+    def _singles(self, counts_RK: Ints, size_RK: Ints, change: Floats) -> Ranked:
+        total_K = counts_RK.sum(axis=0)
+        change = change.copy()
+        for level in self._levels:
+            if level.price:
+                there_K = (level.member_GK @ total_K)[level.group_K]
+                left_RK = (there_K == size_RK) * level.free_K
+                opened_K = (there_K == 0) * level.free_K
+                change += level.apart_KK * (opened_K - left_RK[:, :, None])
+        return [(gain, ((role, a, b, int(size_RK[role, a])),)) for gain, (role, a, b) in _least(change, self._most)]
+
+    def _exchanges(self, mine_RK: Ints, theirs_RK: Ints, one: Floats, other: Floats) -> Ranked:
+        change = one[:, None] + other.transpose(0, 2, 1)[None]
+        both = (mine_RK[:, None, :, None] * theirs_RK[None, :, None, :]).astype(np.float64)
+        for level in self._levels:
+            change -= 2 * level.rate_RR[:, :, None, None] * level.apart_KK * both
+        roles = np.arange(len(mine_RK))
+        change[roles, roles] = np.inf
+        return [
+            (gain, ((r, a, b, int(mine_RK[r, a])), (s, b, a, int(theirs_RK[s, b]))))
+            for gain, (r, s, a, b) in _least(change, self._most)
+        ]
+
+    def _bound_moves(self, counts_RK: Ints, pulls: list[Floats]) -> Ranked:
+        """Roles that hard relations bind, one share or all shares of a cell together."""
+        found: Ranked = []
+        for shares in self._bound:
+            for a in range(counts_RK.shape[1]):
+                times = min(int(counts_RK[role, a]) // share for role, share in shares.items())
+                for factor in {1, times} if times else ():
+                    size_RK = np.zeros_like(counts_RK)
+                    for role, share in shares.items():
+                        size_RK[role, a] = share * factor
+                    change_K = self._change(size_RK, pulls)[list(shares), a].sum(axis=0)
+                    found += [
+                        (float(gain), tuple((role, a, b, share * factor) for role, share in shares.items()))
+                        for b, gain in enumerate(change_K.tolist())
+                        if b != a
+                    ]
+        return found
+
+
+def _least(change: Floats, most: int) -> list[tuple[float, tuple[int, ...]]]:
+    """The lowest entries that are no loss, with their indices."""
+    flat = change.ravel()
+    at = np.flatnonzero(flat <= 0)
+    at = at[np.argsort(flat[at], kind="stable")[:most]]
+    where = zip(*(index.tolist() for index in np.unravel_index(at, change.shape)), strict=True)
+    return list(zip(flat[at].tolist(), where, strict=True))
