@@ -114,6 +114,7 @@ class World:
         self.now, self.number = 0.0, 0
         self.found = Violations()
         self.gangs = [self._gang() for _ in range(SHAPES)]
+        self.feasible: dict[GangDemand, bool] = {}
 
     # --- events ---
 
@@ -151,7 +152,7 @@ class World:
             required_level=level if not (segment and level == "node") else "block",
         )  # fmt: skip
         extra = RoleDemand(role="idle", count=rng.choice((0, 1)), each=Resources(0, 1000))
-        return GangDemand(roles=(role, extra) if rng.random() < 0.2 else (role,))
+        return GangDemand(roles=(role, extra) if rng.random() < 0.1 else (role,))
 
     def end(self) -> None:
         """A job ends, whatever it had said."""
@@ -379,6 +380,7 @@ class World:
             self.found.add("starved", f"{hungry} after {rounds} rounds")
         self.pending.clear()
         self.gangs = [self._gang() for _ in range(SHAPES)]
+        self.feasible.clear()
 
     def _can_run(self, ask: Ask) -> bool:
         """Whether the job could run alone on the whole cluster."""
@@ -387,7 +389,9 @@ class World:
         inside = all(limit is None or least.gpus <= limit.gpus for limit in limits)
         if not ask.preemptible:  # what is guaranteed to others is not for it
             inside = inside and _firm_room(ask.queue) >= least.gpus
-        return inside and fits_ever(self.topology, ask.gang) is None
+        if ask.gang not in self.feasible:
+            self.feasible[ask.gang] = fits_ever(self.topology, ask.gang) is None
+        return inside and self.feasible[ask.gang]
 
 
 def _above(queue: str) -> list[str]:

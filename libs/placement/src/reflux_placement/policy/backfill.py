@@ -12,11 +12,14 @@ import numpy as np
 
 from reflux_placement.gang import Assignment
 from reflux_placement.place.misfit import Misfit
-from reflux_placement.place.search import find_place
+from reflux_placement.place.search import Limits, find_place
 from reflux_placement.policy.claims import Standing, stand
 from reflux_placement.policy.view import Ask, Claim, Live
 from reflux_placement.room import Room
 from reflux_placement.topology import Ints
+
+FEASIBLE = Limits(improve_steps=0)
+"""For questions of "would it fit": a good arrangement is worth its time only where the gang starts."""
 
 Kept = tuple[Ints, Ints]
 """K nodes, no node twice, and the amounts (K, 3) that stay out of reach on them."""
@@ -90,14 +93,14 @@ def reserve(drain: Drain, ask: Ask, now: float, free: Sequence[int], kept: Seque
         kept: room of claims and reservations that come first.
     """
     high = len(drain.jobs)
-    best = find_place(drain.room_after(high, kept), ask.gang)
+    best = find_place(drain.room_after(high, kept), ask.gang, limits=FEASIBLE)
     if not isinstance(best, Assignment):
         return best
     least = ask.gang.least_total().row
     low = max(drain.num_left_already, min(high, drain.first_enough(least, free) - 1))
     while low < high:
         middle = (low + high) // 2
-        found = find_place(drain.room_after(middle, kept), ask.gang)
+        found = find_place(drain.room_after(middle, kept), ask.gang, limits=FEASIBLE)
         if isinstance(found, Assignment):
             best, high = found, middle
         else:

@@ -1,6 +1,7 @@
 """Owns the knobs of a scheduling cycle."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,6 +18,14 @@ class PolicyConfig:
     patience_seconds: float = 4 * 3600.0
     """The oldest ask that waited longer gets a reservation of its own, wherever fair share puts it. This bounds how
     often it is overtaken."""
+
+    backfill_order: Literal["area", "arrival"] = "area"
+    """Of the asks behind a queue's first blocked one: those with the smallest GPU-seconds first, or the oldest first.
+    The reservation goes by arrival in both."""
+
+    locality_patience_seconds: float = 4 * 3600.0
+    """A gang waits for this long for a place inside one domain of its preferred level, if one could hold it. 0 takes
+    what there is."""
 
     preemption: bool = True
     """Whether running jobs may be stopped for others."""
@@ -52,6 +61,7 @@ class PolicyConfig:
             "reservations",
             "preemption_attempts",
             "patience_seconds",
+            "locality_patience_seconds",
             "defragmentation_seconds",
         ):
             if getattr(self, name) < 0:

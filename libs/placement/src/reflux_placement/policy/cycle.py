@@ -22,6 +22,7 @@ from reflux_placement.policy.config import PolicyConfig
 from reflux_placement.policy.elastic import grow
 from reflux_placement.policy.fairshare import in_order
 from reflux_placement.policy.health import open_nodes
+from reflux_placement.policy.locality import held_together
 from reflux_placement.policy.makeroom import RoomMaker, at_least
 from reflux_placement.policy.quota import NOTHING_PROMISED, Excess, Promised, Row
 from reflux_placement.policy.reasons import Reasons
@@ -49,6 +50,8 @@ def decide(view: View, config: PolicyConfig = DEFAULT_CONFIG) -> Decision:
 
 class _Cycle:
     def __init__(self, view: View, config: PolicyConfig) -> None:
+        pending = held_together(view.pending, view.room.topology, view.now, config.locality_patience_seconds)
+        view = replace(view, pending=pending)
         self._view, self._config = view, config
         self._books = Books(view)
         self._maker = RoomMaker(self._books, config)
@@ -73,7 +76,9 @@ class _Cycle:
             books.room.open_N &= open_nodes(books.room.topology, view.nodes, view.spares)
             self._replace_lost()
         self._keep_claims()
-        for ask in in_order([ask for ask in view.pending if not self._settled(ask)], books.ledger):
+        by_area = self._config.backfill_order == "area"
+        pending = [ask for ask in view.pending if not self._settled(ask)]
+        for ask in in_order(pending, books.ledger, blocked=self._blocked.__contains__ if by_area else None):
             self._consider(ask)
         self._reserve_for_oldest()
         if not (self._config.defragmentation and self._defragment()) and self._config.growing:

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from reflux_placement.gang import Assignment, GangDemand
-from reflux_placement.place.search import find_place
+from reflux_placement.place.search import DEFAULT, Limits, find_place
+from reflux_placement.policy.backfill import FEASIBLE
 from reflux_placement.policy.claims import held_on, needs_by_node
 from reflux_placement.policy.quota import Excess, Ledger, principal
 from reflux_placement.policy.view import Ask, Live
@@ -105,7 +106,9 @@ class VictimSearch:
             eviction = self._cheapest_in(domain, here)
             if eviction is not None and (found is None or eviction.rank < found.rank):
                 found = eviction
-        return found
+        if found is None:
+            return None
+        return Eviction(found.victims, self._fits(found.victims, None, limits=DEFAULT) or found.assignment)
 
     def _enough_in_sum(self, victims: Sequence[Victim]) -> bool:
         """A quick bound: the amounts that are free or would be."""
@@ -114,7 +117,9 @@ class VictimSearch:
             sums += self._room.holdings[victim.job].amount.row
         return bool((sums >= self._gang.least_total().row).all())
 
-    def _fits(self, victims: Sequence[Victim], domain: Domain | None) -> Assignment | None:
+    def _fits(
+        self, victims: Sequence[Victim], domain: Domain | None, *, limits: Limits = FEASIBLE
+    ) -> Assignment | None:
         """Where the gang goes when these have left, inside the domain; None if nowhere or over a bound."""
         if not self._bounds_kept(victims):
             return None
@@ -124,7 +129,7 @@ class VictimSearch:
         for victim in victims:
             holding = room.holdings[victim.job]
             np.add.at(room.free_NR, holding.node_M, holding.need_MR)
-        found = find_place(room, self._gang)
+        found = find_place(room, self._gang, limits=limits)
         return found if isinstance(found, Assignment) else None
 
     def _bounds_kept(self, victims: Sequence[Victim]) -> bool:

@@ -4,7 +4,8 @@ import math
 
 from reflux_placement.gang import Assignment, GangDemand
 from reflux_placement.place.misfit import Misfit
-from reflux_placement.place.search import find_place, fits_ever
+from reflux_placement.place.search import find_place
+from reflux_placement.policy.backfill import FEASIBLE
 from reflux_placement.policy.books import Books, Delays
 from reflux_placement.policy.claims import Standing
 from reflux_placement.policy.quota import Excess
@@ -51,11 +52,13 @@ class Reasons:
         """It would not fit if every live job had left; is that for want of nodes that take no work now?"""
         room = self._books.room
         self._never.add(gang)
-        if room.open_N.all() or gang in self._away or fits_ever(room.topology, gang) is not None:
+        if room.open_N.all() or gang in self._away:
             return
         empty = Room(room.topology)
+        if isinstance(find_place(empty, gang, limits=FEASIBLE), Misfit):
+            return
         empty.open_N = room.open_N
-        if isinstance(find_place(empty, gang), Misfit):
+        if isinstance(find_place(empty, gang, limits=FEASIBLE), Misfit):
             self._away[gang] = f"nodes that are away or held back would be needed: {misfit.sentence}"
 
     def blocked(self, ask: Ask, found: Misfit | Delays) -> None:
