@@ -15,7 +15,7 @@ from reflux_placement.topology import Resources
 
 TopologyForm = Literal["dict", "list", "none"]
 """How this version of Ray takes `topology_strategy`: one dict (2.57 and later), a list of dicts (an earlier revision),
-or not at all (before 2.56)."""
+or not at all (up to 2.56; seen on 2.49, 2.55 and 2.56)."""
 
 GrantStage = Literal["asked", "launched", "ending", "ended", "released"]
 """asked: the group exists or is about to. launched: every agent has been started once. ending: being torn down, to
