@@ -1,0 +1,263 @@
+"""The scheduler as operators see it: queues, drains, what-if questions, bad input. Nodes are registered, nothing runs."""
+
+import contextlib
+import uuid
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import grpc
+import pytest
+import redis
+from scheduler_stack import Client
+
+from reflux.common.v1 import common_pb2
+from reflux.scheduler.v1 import job_pb2
+from reflux.scheduler.v1 import scheduler_service_pb2 as pb
+from reflux_kit.channel import open_channel
+from reflux_kit.errors import StartupError
+from reflux_kit.server import running
+from reflux_scheduler.main import SchedulerSettings, build
+
+TOPOLOGY = """
+[cluster]
+name = "c"
+[node_types.tray]
+gpus = 4
+cpus = 64
+memory = "64GiB"
+rails = ["a", "b"]
+[[block]]
+name = "b"
+[[block.rack]]
+name = "r1"
+node_type = "tray"
+nodes = ["n1", "n2"]
+[[block.rack]]
+name = "r2"
+node_type = "tray"
+nodes = ["n3", "n4"]
+"""
+QUEUES = """
+[queues.science]
+weight = 2
+guaranteed = { gpus = 8 }
+[queues.alloys]
+parent = "science"
+limit = { gpus = 4 }
+[queues.oxides]
+parent = "science"
+"""
+
+
+class Door(Client):
+    """A client of a scheduler whose nodes are all there."""
+
+    async def new(self, *roles: job_pb2.RoleSpec, **fields) -> job_pb2.Job:
+        request = pb.CreateJobRequest(request_id=str(uuid.uuid4()), display_name="t", roles=roles, **fields)
+        return (await self.stub.CreateJob(request, timeout=10)).job
+
+    async def register(self, *nodes: str) -> None:
+        """Agents that nobody can call: jobs get their place and no further."""
+        for node in nodes:
+            request = pb.RegisterAgentRequest(node=node, address="127.0.0.1:9", incarnation=node)
+            await self.stub.RegisterAgent(request, timeout=10)
+
+    async def placed(self, job: job_pb2.Job) -> job_pb2.Job:
+        return await self.until(job.name, lambda job: job.placements)
+
+    async def waits(self, job: job_pb2.Job) -> job_pb2.Job:
+        return await self.until(job.name, lambda job: job.message.startswith("waits: "))
+
+    async def explain(self, job: job_pb2.Job) -> pb.ExplainJobResponse:
+        return await self.stub.ExplainJob(pb.ExplainJobRequest(name=job.name), timeout=10)
+
+    async def simulate(self, **fields) -> pb.SimulateResponse:
+        return await self.stub.Simulate(pb.SimulateRequest(**fields), timeout=10)
+
+
+def gang(count: int, gpus: float = 4, role: str = "learner", **fields) -> job_pb2.RoleSpec:
+    resources = common_pb2.Resources(gpus=gpus, cpus=0.1)
+    return job_pb2.RoleSpec(role=role, count=count, argv=["true"], resources=resources, **fields)
+
+
+@contextlib.asynccontextmanager
+async def scheduler(folder: Path, url: str, queues: str = "", topology: str = TOPOLOGY) -> AsyncIterator[Door]:
+    (folder / "topology.toml").write_text(topology)
+    (folder / "queues.toml").write_text(queues)
+    settings = SchedulerSettings(
+        listen="127.0.0.1:0",
+        drain_seconds=0,
+        redis_url=url,
+        topology=str(folder / "topology.toml"),
+        queues=str(folder / "queues.toml") if queues else "",
+        lease_seconds=600,
+        heartbeat_seconds=300,
+    )
+    async with build(settings) as service, running(service, settings) as bound, open_channel(bound.grpc) as channel:
+        yield Door(channel)
+
+
+@pytest.fixture
+def url(valkey):
+    url = f"{valkey}/4"
+    with redis.Redis.from_url(url) as connection:
+        connection.flushdb()
+    return url
+
+
+@pytest.fixture
+async def door(tmp_path, url):
+    async with scheduler(tmp_path, url, QUEUES) as door:
+        await door.register("n1", "n2", "n3", "n4")
+        yield door
+
+
+async def test_a_queue_above_its_limit_waits_for_quota_and_holds_up_nobody(door):
+    first = await door.placed(await door.new(gang(1), queue="alloys"))
+    second = await door.waits(await door.new(gang(1), queue="alloys"))
+    answer = await door.explain(second)
+    assert answer.cause == "quota"
+    assert "alloys" in answer.sentence
+    await door.placed(await door.new(gang(2), queue="oxides"))
+    queues = {queue.name: queue for queue in (await door.stub.ListQueues(pb.ListQueuesRequest())).queues}
+    assert set(queues) == {"default", "science", "alloys", "oxides"}
+    assert [queues[name].used.gpus for name in ("alloys", "oxides", "science")] == [4, 8, 12]
+    assert (queues["alloys"].pending_jobs, queues["alloys"].placed_jobs) == (1, 1)
+    assert (queues["alloys"].limit.gpus, queues["science"].guaranteed.gpus) == (4, 8)
+    await door.cancel(first.name)
+
+
+async def test_fifty_queues_are_served_in_one_cycle(tmp_path, url):
+    queues = "".join(f"[queues.q{number}]\nweight = {1 + number % 5}\n" for number in range(50))
+    async with scheduler(tmp_path, url, queues) as door:
+        jobs = [await door.new(gang(1, gpus=0), queue=f"q{number}") for number in range(50)]
+        assert all(job.state == job_pb2.Job.STATE_PENDING for job in jobs)
+        await door.register("n1")
+        for job in jobs:
+            await door.placed(job)
+
+
+async def test_a_drained_node_takes_no_work_until_it_is_opened_and_a_restart_remembers(tmp_path, url):
+    async with scheduler(tmp_path, url) as door:
+        await door.register("n1", "n2", "n3", "n4")
+        node = (await door.stub.DrainNode(pb.DrainNodeRequest(node="c/b/r1/n1", reason="new fan"), timeout=10)).node
+        assert (node.path, node.state, node.reason) == ("c/b/r1/n1", "draining", "new fan")
+        waiting = await door.waits(await door.new(gang(4)))
+        assert (await door.explain(waiting)).cause == "nodes_away"
+        small = await door.placed(await door.new(gang(2), required_level="rack"))
+        assert {place.node for place in small.placements} == {"c/b/r2/n3", "c/b/r2/n4"}
+    async with scheduler(tmp_path, url) as door:
+        await door.register("n1", "n2", "n3", "n4")
+        states = {node.path: node.state for node in (await door.stub.GetTopology(pb.GetTopologyRequest())).nodes}
+        assert states["c/b/r1/n1"] == "draining"
+        node = (await door.stub.UndrainNode(pb.UndrainNodeRequest(node="n1"), timeout=10)).node
+        assert node.state == "up"
+        await door.cancel(waiting.name)
+        other = await door.placed(await door.new(gang(2), required_level="rack"))
+        assert {place.node for place in other.placements} == {"c/b/r1/n1", "c/b/r1/n2"}
+
+
+async def test_the_topology_is_shown_with_levels_rails_and_nodes_without_agents(tmp_path, url):
+    async with scheduler(tmp_path, url) as door:
+        await door.register("n1")
+        answer = await door.stub.GetTopology(pb.GetTopologyRequest())
+        assert (list(answer.levels), answer.backend) == (["node", "rack", "block", "cluster"], "local")
+        by_path = {node.path: node for node in answer.nodes}
+        assert list(by_path["c/b/r1/n1"].rails) == ["a", "b"]
+        assert by_path["c/b/r1/n2"].state == "down"
+
+
+async def test_what_if_answers_from_the_policy_and_changes_nothing(door):
+    held = await door.placed(await door.new(gang(3)))
+    new = pb.CreateJobRequest(roles=[gang(2)])
+    answer = await door.simulate(job=new)
+    outcomes = {each.job: each.outcome for each in answer.outcomes}
+    assert outcomes == {"jobs/new": "waits"}
+    assert (answer.held_gpus, answer.total_gpus) == (12, 16)
+    ended = await door.simulate(job=new, end_jobs=[held.name])
+    (started,) = [each for each in ended.outcomes if each.job == "jobs/new"]
+    assert (started.outcome, ended.held_gpus) == ("starts", 8)
+    assert started.domain in ("c/b/r1", "c/b/r2")
+    assert started.cost.total >= 0
+    grown = await door.simulate(job=new, add_nodes=[pb.SimulatedNode(name="n5", like="n4")])
+    assert [each.outcome for each in grown.outcomes if each.job == "jobs/new"] == ["starts"]
+    assert grown.total_gpus == 20
+    place = held.placements[0].node
+    broken = await door.simulate(remove_nodes=[place])
+    assert {each.job: each.outcome for each in broken.outcomes} == {held.name: "replaced"}
+    never = await door.simulate(job=pb.CreateJobRequest(roles=[gang(5)]))
+    assert [each.outcome for each in never.outcomes] == ["never"]
+    assert "20 GPUs" in never.sentence
+    urgent = await door.simulate(job=pb.CreateJobRequest(roles=[gang(4)], priority=9))
+    assert held.name in {each.job for each in urgent.outcomes if each.outcome == "preempted"}
+    after = await door.get(held.name)
+    assert (after.state == held.state or after.placements == held.placements) and not after.preemptions
+    assert len((await door.stub.GetTopology(pb.GetTopologyRequest())).nodes) == 4
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"queue": "none"}, "there is no such queue; known: alloys, default"),
+        ({"required_level": "pod"}, "known: node, rack, block, cluster"),
+        ({"preferred_level": "pod"}, "preferred_level"),
+        ({"expected_seconds": -1.0}, "expected_seconds"),
+        ({"relations": [job_pb2.RoleRelation(role="learner", near="x")]}, "two different roles"),
+        ({"relations": [job_pb2.RoleRelation(role="learner", near="e", level="zone9")]}, "zone9"),
+        ({"roles": [gang(4, segment_size=3)]}, "does not divide"),
+        ({"roles": [gang(4, segment_size=2, segment_level="shelf")]}, "shelf"),
+        ({"roles": [gang(4, min_count=5)]}, "min_count <= count"),
+        ({"roles": [gang(4, max_per_domain=1)]}, "spread_level"),
+        ({"roles": [gang(60_000)]}, "at most 50000"),
+        ({"roles": [gang(0), gang(0, role="other")]}, "there is nothing to run"),
+        ({"roles": [gang(1), gang(1)]}, "two roles share this name"),
+    ],
+)
+async def test_a_bad_job_is_refused_with_key_and_way_out(door, fields, words):
+    fields = {"roles": [gang(1), gang(1, role="e")], **fields}
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await door.new(*fields.pop("roles"), **fields)
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert words in caught.value.details()
+
+
+async def test_a_role_of_nobody_is_placed_with_the_others(door):
+    job = await door.placed(await door.new(gang(1), gang(0, role="spectator")))
+    assert [place.role for place in job.placements] == ["learner"]
+
+
+async def test_segments_and_relations_are_kept(door):
+    relation = job_pb2.RoleRelation(role="decode", near="learner", level="rack")
+    job = await door.placed(
+        await door.new(gang(2, gpus=3, segment_size=2), gang(2, gpus=1, role="decode"), relations=[relation])
+    )
+    racks = {place.node.rpartition("/")[0] for place in job.placements}
+    assert len(racks) == 1
+    assert (await door.explain(job)).domain == racks.pop()
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[queues.a]\nparent = 'b'\n[queues.b]\nparent = 'a'\n", "queues.a.parent"),
+        ("[queues.a]\nweight = 0\n", "queues.a.weight"),
+        ("[queues.a]\nlimit = { gpu = 4 }\n", "known here: cpus, gpus, memory"),
+        ("[queues.A]\n", "lower-case"),
+        ("[policy]\nbackfill = 3\n", "policy.backfill"),
+        ("[policy]\nreservations = -1\n", "reservations"),
+        ("[policy]\npreemption = 1\n", "is not of type bool"),
+        ("nonsense [", "is not TOML"),
+    ],
+)
+async def test_bad_queues_stop_the_start_with_file_and_key(tmp_path, url, text, words):
+    with pytest.raises(StartupError) as caught:
+        async with scheduler(tmp_path, url, text):
+            pass
+    assert str(tmp_path) in str(caught.value)
+    assert words in str(caught.value)
+
+
+async def test_a_node_that_is_there_twice_stops_the_start(tmp_path, url):
+    with pytest.raises(StartupError, match="n1.*is there twice"):
+        async with scheduler(tmp_path, url, topology=TOPOLOGY.replace('"n4"', '"n1"')):
+            pass
