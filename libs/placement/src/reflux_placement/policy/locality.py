@@ -1,0 +1,40 @@
+"""Owns how long a gang waits for its preferred level: a preference is a demand at first, and only a preference later.
+
+A gang that starts in pieces stays so for all of its run; room inside one domain often comes free soon. Slurm offers the
+same trade as `--switches=count@max-time`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+
+from reflux_placement.gang import GangDemand
+from reflux_placement.place.search import fits_ever
+from reflux_placement.policy.view import Ask
+from reflux_placement.topology import Topology
+
+
+def held_together(pending: Sequence[Ask], topology: Topology, now: float, patience_seconds: float) -> list[Ask]:
+    """The asks with their gangs' preferred level as the required one, where an empty domain of that level holds the
+    gang and the ask has waited for less than `patience_seconds`. Other asks are the same objects as before.
+
+    Raises:
+        UnknownLevel: a gang prefers a level that the topology does not have.
+    """
+    asks = []
+    for ask in pending:
+        waits = ask.gang.preferred_level and now - ask.submitted_at < patience_seconds
+        tight = _tight(topology, ask.gang) if waits else None
+        asks.append(ask if tight is None else replace(ask, gang=tight))
+    return asks
+
+
+@lru_cache(maxsize=16_384)
+def _tight(topology: Topology, gang: GangDemand) -> GangDemand | None:
+    """The gang with its preference as a demand; None if it prefers nothing tighter, or would not fit there ever."""
+    if sum(role.count for role in gang.roles) < 2:
+        return None
+    if topology.tightness(gang.preferred_level) >= topology.tightness(gang.required_level):
+        return None
+    tight = replace(gang, required_level=gang.preferred_level)
+    return None if fits_ever(topology, tight) is not None else tight
