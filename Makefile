@@ -7,7 +7,7 @@ export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE := 1
 
-.PHONY: setup demo demo-seeds test soak check protos format clean
+.PHONY: setup demo demo-seeds test test-k8s soak check protos format clean
 
 setup:
 	@bash deploy/setup.sh $(VENV)
@@ -20,6 +20,10 @@ demo-seeds: setup
 
 test: setup
 	@$(PY) -m pytest
+
+# Needs REFLUX_KUBE_API; deploy/kubernetes/real_api.sh builds and starts a server.
+test-k8s: setup
+	@$(PY) -m pytest services/scheduler/tests/test_kubernetes_real_api.py
 
 soak: setup
 	@$(PY) -m pytest -m "slow or not slow"
