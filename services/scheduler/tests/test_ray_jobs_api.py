@@ -43,9 +43,9 @@ def head(python: str, folder: Path, port: int):
     environment = {**os.environ, **ENVIRONMENT, "RAY_TMPDIR": str(folder)}
     command = [
         python, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--disable-usage-stats", "--node-name=n0",
-        "--num-cpus=4", "--num-gpus=4", "--object-store-memory=80000000", f"--temp-dir={folder}", f"--port={free_port()}",
+        "--num-cpus=4", "--num-gpus=4", "--object-store-memory=80000000", f"--temp-dir={folder}",
         "--labels=ray.io/gpu-domain=nvl-a", "--include-dashboard=true", f"--dashboard-port={port}",
-        f"--ray-client-server-port={free_port()}",
+        f"--port={free_port()}", f"--ray-client-server-port={free_port()}",
     ]  # fmt: skip
     with (folder / "head.log").open("w") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
