@@ -1,4 +1,4 @@
-"""The scheduler as operators see it: queues, drains, what-if questions, bad input. Nodes are registered, nothing runs."""
+"""The scheduler as operators see it: queues, drains, what-if questions, bad input. Nodes are there, nothing runs."""
 
 import contextlib
 import uuid
@@ -191,7 +191,8 @@ async def test_what_if_answers_from_the_policy_and_changes_nothing(door):
     urgent = await door.simulate(job=pb.CreateJobRequest(roles=[gang(4)], priority=9))
     assert held.name in {each.job for each in urgent.outcomes if each.outcome == "preempted"}
     after = await door.get(held.name)
-    assert (after.state == held.state or after.placements == held.placements) and not after.preemptions
+    assert list(after.placements) == list(held.placements)
+    assert not after.preemptions
     assert len((await door.stub.GetTopology(pb.GetTopologyRequest())).nodes) == 4
 
 
@@ -258,6 +259,6 @@ async def test_bad_queues_stop_the_start_with_file_and_key(tmp_path, url, text, 
 
 
 async def test_a_node_that_is_there_twice_stops_the_start(tmp_path, url):
-    with pytest.raises(StartupError, match="n1.*is there twice"):
+    with pytest.raises(StartupError, match="is there twice"):
         async with scheduler(tmp_path, url, topology=TOPOLOGY.replace('"n4"', '"n1"')):
             pass

@@ -74,7 +74,9 @@ class Room:
 
     def usable_NR(self) -> Ints:
         """Free amounts per node, -1 in every column of a node that takes no new work."""
-        return np.where(self.open_N[:, None], self.free_NR, -1)
+        usable_NR = self.free_NR.copy()
+        usable_NR[~self.open_N] = -1
+        return usable_NR
 
     def take(self, job: str, demand: GangDemand, assignment: Assignment, *, keep: Holding | None = None) -> Holding:
         """Books an assignment and picks the GPUs of every member, lowest indices first.
@@ -126,15 +128,19 @@ class Room:
         return [job for job, holding in self._held.items() if (holding.node_M == node).any()]
 
     def _pick_gpus(self, node_M: Ints, count_M: Ints, kept_M: Ints) -> Ints:
-        left = {int(node): int(self._gpus_N[node]) for node in np.unique(node_M)}
         picked_M = kept_M.copy()
+        nodes_K, position_M, members_K = np.unique(node_M, return_inverse=True, return_counts=True)
+        alone_M = (members_K[position_M] == 1) & (kept_M == 0)
+        _pick_alone(picked_M, self._gpus_N[node_M], np.where(alone_M, count_M, 0))
+        if alone_M.all():
+            return picked_M
+        left = {int(node): int(self._gpus_N[node]) for node in nodes_K}
         for member in np.flatnonzero(kept_M).tolist():
             left[int(node_M[member])] &= ~int(kept_M[member])
-        for member, (node, count) in enumerate(zip(node_M.tolist(), count_M.tolist(), strict=True)):
-            if kept_M[member]:
-                continue
-            mask, free = 0, left[node]
-            for _ in range(count):
+        for member in np.flatnonzero(~alone_M & (kept_M == 0)).tolist():
+            node, mask = int(node_M[member]), 0
+            free = left[node]
+            for _ in range(int(count_M[member])):
                 lowest = free & -free
                 mask |= lowest
                 free ^= lowest
@@ -190,6 +196,14 @@ def _overlap(holding: Holding, gpus_N: Ints) -> bool:
             return True
         left[node] = int(left[node]) & ~mask
     return False
+
+
+def _pick_alone(picked_M: Ints, free_M: Ints, count_M: Ints) -> None:
+    """Takes the `count_M` lowest of the free GPUs for members that have a node to themselves, all at once."""
+    for taken in range(int(count_M.max(initial=0))):
+        lowest_M = np.where(count_M > taken, free_M & -free_M, 0)
+        picked_M |= lowest_M
+        free_M = free_M ^ lowest_M
 
 
 def gpu_indices(mask: int) -> tuple[int, ...]:
