@@ -31,7 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reflux_placement.gang import Assignment, GangDemand, Relation, RoleDemand
-from reflux_placement.place.tree import Tree, tree_of
+from reflux_placement.place.tree import Layer, Tree, tree_of
 from reflux_placement.room import Room
 from reflux_placement.topology import Ints, Topology
 
@@ -215,22 +215,19 @@ def cost_of_nodes(
         spread = np.flatnonzero(flows.spread_R == level)
         traffic += weights.spread_seconds * float(same_RR[spread, spread].sum())
         if prices.fragment[level]:
-            parts_D = part_U[first_D]
-            running = _running(free_gpus_N) if level else None
-            free = (
-                int(free_gpus_N[used_U].sum())
-                if running is None
-                else int((running[layer.stops_P[parts_D]] - running[layer.starts_P[parts_D]]).sum())
-            )
-            fragmentation += prices.fragment[level] * (free - taken)
+            fragmentation += prices.fragment[level] * (_free_in(free_gpus_N, layer, part_U[first_D]) - taken)
     for relation in relations:
         if relation.level and not relation.required:
             traffic += weights.apart_seconds * share_apart(topology, tree, relation, nodes)
     return Cost(traffic, fragmentation)
 
 
-def _running(values_N: Ints) -> Ints:
-    return np.concatenate(([0], np.cumsum(values_N)))
+def _free_in(free_gpus_N: Ints, layer: Layer, parts_D: Ints) -> int:
+    """Free GPUs of some parts together."""
+    if len(layer.first_child_P) == 0:
+        return int(free_gpus_N[parts_D].sum())
+    running = np.concatenate(([0], np.cumsum(free_gpus_N)))
+    return int((running[layer.stops_P[parts_D]] - running[layer.starts_P[parts_D]]).sum())
 
 
 def members_by_node(ranks: list[Ints]) -> tuple[Ints, Ints]:

@@ -92,23 +92,24 @@ def spread_evenly(view: Slice, capacity: Capacity, keys: Keys, want: int, level:
 
 def _deal(view: Slice, units_C: Ints, keys: Keys, level: int, want_P: Ints) -> Ints:
     """Wants of the children at `level`, given those of their parents."""
-    starts_P = view.child_starts(level + 1)
-    held_P = np.add.reduceat(units_C, starts_P)
-    size_P = np.diff(np.append(starts_P, len(units_C)))
-    given_C = np.where(np.repeat(want_P == held_P, size_P), units_C, 0)
-    some_P = (want_P > 0) & (want_P < held_P)
-    if not some_P.any():
+    low, high = view.bounds(level + 1)
+    layer = view.tree.layers[level + 1]
+    wanted_W = np.flatnonzero(want_P)
+    size_W = layer.num_children_P[low:high][wanted_W]
+    begin_W = np.cumsum(size_W) - size_W
+    first_W = layer.first_child_P[low:high][wanted_W] - view.bounds(level)[0]
+    # Children of the parents that want something, parent by parent.
+    child_X = np.repeat(first_W - begin_W, size_W) + np.arange(int(size_W.sum()))
+    units_X = units_C[child_X]
+    full_W = np.add.reduceat(units_X, begin_W) == want_P[wanted_W] if len(wanted_W) else np.zeros(0, dtype=bool)
+    given_C = np.zeros(len(units_C), dtype=np.int64)
+    full_X = np.repeat(full_W, size_W)
+    given_C[child_X[full_X]] = units_X[full_X]
+    open_X = ~full_X & (units_X > 0)
+    if not open_X.any():
         return given_C
-    if int(some_P.sum()) == 1:
-        parent = int(some_P.argmax())
-        low = int(starts_P[parent])
-        child_X = np.arange(low, low + int(size_P[parent]))
-        child_X = child_X[units_C[child_X] > 0]
-        parent_X = np.full(len(child_X), parent)
-    else:
-        parent_C = np.repeat(np.arange(len(want_P)), size_P)
-        child_X = np.flatnonzero(some_P[parent_C] & (units_C > 0))
-        parent_X = parent_C[child_X]
+    parent_X = np.repeat(wanted_W, size_W)[open_X]
+    child_X = child_X[open_X]
     order = _order(units_C, keys, level, child_X, parent_X)
     child_X, parent_X = child_X[order], parent_X[order]
     units_X = units_C[child_X]

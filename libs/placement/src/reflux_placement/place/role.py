@@ -71,13 +71,16 @@ def capacity_in(view: Slice, plan: RolePlan, copies_N: Ints) -> Capacity:
 def holds_all(view: Slice, plan: RolePlan, capacity: Capacity, level: int) -> Ints:
     """Parts of a level (indices inside the slice) that hold the whole role as far as the slice can tell."""
     layer = view.tree.layers[level]
-    low, high = view.bounds(level)
-    fits = (capacity.units[level] >= plan.want(level)) & layer.real_P[low:high]
+    low, _ = view.bounds(level)
+    found = np.flatnonzero(capacity.units[level] >= plan.want(level))
+    if not len(found):
+        return found
+    found = found[layer.real_P[found + low]]
     for upper in plan.shape.checked_levels:
         if level < upper <= view.top:
-            above = view.tree.layers[upper].part_N[layer.starts_P[low:high]] - view.bounds(upper)[0]
-            fits &= capacity.units[upper][above] >= plan.want(upper)
-    return np.flatnonzero(fits)
+            above = view.tree.layers[upper].part_N[layer.starts_P[found + low]] - view.bounds(upper)[0]
+            found = found[capacity.units[upper][above] >= plan.want(upper)]
+    return found
 
 
 def place_role(view: Slice, plan: RolePlan, copies_N: Ints, keys: Keys) -> Ints | None:

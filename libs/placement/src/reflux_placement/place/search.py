@@ -36,6 +36,9 @@ class Limits:
     """Arrangements that the local search prices, about 0.1 ms each, for gangs that span several of the tightest named
     domains. 0 keeps the cheapest packing."""
 
+    improve_members: int = 96
+    """Largest gang that it looks at."""
+
     improve_starts: int = 3
     """Packings that it starts from."""
 
@@ -165,8 +168,7 @@ def _search(question: Question, free_NR: Ints, limits: Limits) -> Nodes | None:
     preferred = topology.tightness(gang.preferred_level or CLUSTER)
     view = Slice(question.tree, len(topology.levels) - 1, 0, topology.num_nodes)
     if len(question.plans) == 1:
-        nodes = _single(question, view, free_NR, required)
-        return nodes if nodes is None else _improved(question, free_NR, [nodes], limits)
+        return _single(question, view, free_NR, required)
     start = min(preferred, required) if gang.preferred_level else 0
     found: list[tuple[float, Nodes]] = []
     budget = Budget(limits.exhaust_steps)
@@ -187,6 +189,8 @@ def _search(question: Question, free_NR: Ints, limits: Limits) -> Nodes | None:
 
 def _improved(question: Question, free_NR: Ints, starts: list[Nodes], limits: Limits) -> Nodes:
     """The cheapest arrangement; searched on when it spans several fast domains, but few enough to look at."""
+    if sum(plan.count for plan in question.plans) > limits.improve_members:
+        return starts[0]
     part_N = question.tree.layers[question.prices.fast].part_N
     spanned = len(np.unique(np.concatenate([part_N[ranks] for ranks in starts[0].values()])))
     if not limits.improve_steps or not 1 < spanned <= MAX_CELLS:

@@ -32,6 +32,9 @@ class Layer:
     first_child_P: Ints
     """Index of the first part of the level below; zeros at the node level."""
 
+    num_children_P: Ints
+    """Parts of the level below; zeros at the node level."""
+
     parent_P: Ints
     """Part of the level above; zeros at the cluster level."""
 
@@ -96,6 +99,7 @@ def _build(topology: Topology) -> Tree:
                 domain_P != NO_DOMAIN,
                 part_N,
                 below,
+                np.diff(np.append(below, layers[-1].num_parts)) if position else np.zeros(0, dtype=np.int64),
                 above_part_N[starts_P],
                 domain_P,
             )

@@ -10,7 +10,7 @@ from reflux_placement.place.capacity import copies_per_node
 from reflux_placement.place.check import constraint_broken
 from reflux_placement.place.fill import Slice
 from reflux_placement.place.misfit import Misfit
-from reflux_placement.place.pack import prepare, wanted_by_peers
+from reflux_placement.place.pack import Question, prepare, wanted_by_peers
 from reflux_placement.place.role import RolePlan, inner_slice
 from reflux_placement.place.search import assignment_of
 from reflux_placement.place.tree import tree_of
@@ -47,28 +47,33 @@ def by_roles(room: Room, gang: GangDemand, fill: Fill, *, wide: bool = False) ->
     named = topology.levels[1] if len(topology.levels) > 2 else NODE
     stuck = question.plans[0].demand.role
     for view in _slices(room, gang, free_NR, question.need, wide):
-        left_NR = free_NR[view.first : view.last].copy()
         nodes: dict[str, Ints] = {}
+        left_NR = free_NR[view.first : view.last].copy()
         for plan in question.plans:
             level = topology.tightness(plan.demand.preferred_level or gang.preferred_level or named)
-            copies_N = copies_per_node(left_NR, plan.demand.each)
-            wanted = wanted_by_peers(question, view, plan, nodes)
-            if wanted is None:
-                count_N = fill(view, plan, copies_N, min(level, view.top))
-            else:
-                count_N = _beside_peers(view, plan, copies_N, fill, *wanted)
+            count_N = _one_role(question, view, plan, left_NR, nodes, fill, level)
             if count_N is None:
                 stuck = plan.demand.role
                 break
             used = np.flatnonzero(count_N)
             left_NR[used] -= count_N[used, None] * np.array(plan.demand.each.row, dtype=np.int64)
             nodes[plan.demand.role] = np.repeat(used + view.first, count_N[used])
-        if len(nodes) < len(question.plans) or constraint_broken(topology, question.tree, gang, nodes):
-            continue
-        every = {demand.role: nodes.get(demand.role, np.zeros(0, dtype=np.int64)) for demand in gang.roles}
-        return assignment_of(topology, question.tree, every)
+        if len(nodes) == len(question.plans) and not constraint_broken(topology, question.tree, gang, nodes):
+            every = {demand.role: nodes.get(demand.role, np.zeros(0, dtype=np.int64)) for demand in gang.roles}
+            return assignment_of(topology, question.tree, every)
     needed = int(question.need[0])
     return Misfit(role=stuck, constraint="shape", level=CLUSTER, resource="gpus", needed=needed, available=0)
+
+
+def _one_role(
+    question: Question, view: Slice, plan: RolePlan, left_NR: Ints, nodes: dict[str, Ints], fill: Fill, level: int
+) -> Ints | None:
+    """Members per node of one role, beside its peers where a hard relation calls for them."""
+    copies_N = copies_per_node(left_NR, plan.demand.each)
+    wanted = wanted_by_peers(question, view, plan, nodes)
+    if wanted is None:
+        return fill(view, plan, copies_N, min(level, view.top))
+    return _beside_peers(view, plan, copies_N, fill, *wanted)
 
 
 def _beside_peers(view: Slice, plan: RolePlan, copies_N: Ints, fill: Fill, level: int, want_P: Ints) -> Ints | None:
