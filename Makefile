@@ -7,7 +7,7 @@ export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE := 1
 
-.PHONY: setup demo demo-seeds test test-k8s soak check protos format clean
+.PHONY: setup demo demo-seeds test test-k8s soak bench-scheduler check protos format clean
 
 setup:
 	@bash deploy/setup.sh $(VENV)
@@ -27,6 +27,10 @@ test-k8s: setup
 
 soak: setup
 	@$(PY) -m pytest -m "slow or not slow"
+
+# The last line is one JSON object with the figures; QUESTIONS="place golden" asks only these.
+bench-scheduler: setup
+	@$(PY) benchmarks/scheduler/run.py $(QUESTIONS)
 
 check: setup
 	@bash deploy/check.sh

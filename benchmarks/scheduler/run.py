@@ -41,7 +41,11 @@ def ask(question: str) -> dict[str, float]:
     started = time.monotonic()
     print(f"== {question}", flush=True)
     command = [sys.executable, str(HERE / f"{question}.py")]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=LIMIT_SECONDS)
+    try:
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=LIMIT_SECONDS)
+    except subprocess.TimeoutExpired:
+        print(f"== {question}: no answer within {LIMIT_SECONDS} s", flush=True)
+        return {}
     print(done.stdout, end="", flush=True)
     print(f"== {question}: status {done.returncode}, {time.monotonic() - started:.1f} s", flush=True)
     if done.returncode:
