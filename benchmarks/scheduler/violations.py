@@ -212,6 +212,7 @@ class World:
         decision = decide(view, self.config)
         kept = {claim.job: claim for claim in decision.claims if claim.evicting}
         self.booked = {claim.job: claim for claim in self.claims if claim.evicting and claim.job in kept}
+        self._check_promises(decision)
         self.claims = decision.claims
         for action in decision.actions:
             self.found.actions[type(action).__name__] += 1
@@ -328,6 +329,16 @@ class World:
             self.found.add("preempted", f"{ask.job} does not fit after its preemption: {problem}")
 
     # --- checks ---
+
+    def _check_promises(self, decision: Decision) -> None:
+        """Room that was freed for a job stays with it, unless its nodes are away or a broken gang was mended there."""
+        started = {action.job for action in decision.actions if isinstance(action, Start)}
+        kept = started | {claim.job for claim in decision.claims}
+        mended = any(isinstance(action, Replace) for action in decision.actions)
+        for claim in self.claims:
+            away = any(int(node) in self.nodes for node in claim.assignment.used_nodes())
+            if claim.evicting and claim.job in self.pending and not (claim.job in kept or away or mended):
+                self.found.add("lost", f"the room that was freed for {claim.job} was given away")
 
     def _used(self, queue: str) -> int:
         """GPUs of a queue: what runs and was not told to stop, and what was freed for its jobs."""

@@ -3,9 +3,12 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
 import pytest
 
+from reflux_placement.policy import books, cycle, preempt, quota
 from reflux_placement.policy.config import PolicyConfig
+from reflux_placement.policy.fairshare import in_order
 
 DRIVER = Path(__file__).parents[3] / "benchmarks" / "scheduler" / "violations.py"
 
@@ -30,6 +33,47 @@ def test_random_events_starve_nobody_and_break_nothing(driver) -> None:
 def test_random_events_are_decided_the_same_way_twice(driver) -> None:
     first, second = (driver.violations(300, seed=5) for _ in range(2))
     assert (first.cycles, first.actions) == (second.cycles, second.actions)
+
+
+def _preempt_anybody(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(preempt, "may_stop", lambda *_: True)
+
+
+def _forget_limits(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(quota.Ledger, "excess", lambda *_, **__: [])
+
+
+def _give_freed_room_away(patch: pytest.MonkeyPatch) -> None:
+    withhold = books.Books.withhold
+
+    def leaky(self, standing) -> None:
+        withhold(self, standing)
+        nodes_K, amounts_KR = self._withheld[standing.job]
+        self.room.free_NR[nodes_K] += amounts_KR
+        self._withheld[standing.job] = (nodes_K, np.zeros_like(amounts_KR))
+
+    patch.setattr(books.Books, "withhold", leaky)
+
+
+def _look_at_small_gangs_only(patch: pytest.MonkeyPatch) -> None:
+    def small(pending, ledger, **_):
+        return [ask for ask in in_order(pending, ledger) if ask.gang.roles[0].count < 4]
+
+    patch.setattr(cycle, "in_order", small)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "kind"),
+    [
+        (_preempt_anybody, "preempted"),
+        (_forget_limits, "quota"),
+        (_give_freed_room_away, "lost"),
+        (_look_at_small_gangs_only, "starved"),
+    ],
+)
+def test_the_driver_notices_a_policy_that_makes_mistakes(driver, monkeypatch, mistake, kind) -> None:
+    mistake(monkeypatch)
+    assert getattr(driver.violations(400, seed=0), kind) > 0
 
 
 @pytest.mark.slow

@@ -174,12 +174,18 @@ class _Cycle:
         return ledger.excess(ask.queue, gang.total().row, firm=not ask.preemptible, promised=promised)
 
     def _promised(self, ask: Ask) -> Promised:
-        """What the reservations that bind an ask, and older asks that waited too long for quota, will hold."""
+        """What asks will hold that go before this one: with a reservation that binds it, or starved for quota. Of two
+        with reservations the older one goes first, and none of them waits for the starved: nobody waits in a circle."""
+        books = self._books
+        ahead = [(each.ask, each.amount) for each in books.binding(ask)]
+        if ask.job in books.reserved:
+            rank = (-ask.priority, ask.number)
+            ahead = [(other, amount) for other, amount in ahead if (-other.priority, other.number) < rank]
+        else:
+            ahead += [(other, amount) for other, amount in self._starved if other.priority >= ask.priority]
         sums: dict[str, Row] = {}
-        ahead = [(each.ask, each.amount) for each in self._books.binding(ask)]
-        ahead += [(other, amount) for other, amount in self._starved if other.priority >= ask.priority]
         for other, amount in ahead:
-            for link in self._books.ledger.path(other.queue):
+            for link in books.ledger.path(other.queue):
                 before = sums.get(link.name, (0, 0, 0))
                 sums[link.name] = (before[0] + amount[0], before[1] + amount[1], before[2] + amount[2])
         return sums
@@ -190,7 +196,8 @@ class _Cycle:
             return
         self._reasons.quota(ask, excess)
         ledger, amount = self._books.ledger, gang.total().row
-        if self._overdue(ask) and ledger.has_limits and ledger.could_ever(ask.queue, amount):
+        in_use = any(any(each.over) for each in excess)
+        if in_use and self._overdue(ask) and ledger.could_ever(ask.queue, amount):
             self._starved.append((ask, amount))
 
     def _reserved_place(self, ask: Ask) -> Assignment | None:

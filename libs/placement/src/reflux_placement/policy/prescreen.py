@@ -1,12 +1,14 @@
-"""Owns a quick proof that a gang cannot fit: sums and maxima per number of GPUs, whatever its constraints.
+"""Owns a quick proof that a gang cannot fit: sums and maxima per number of GPUs, whatever its constraints; and for a
+gang of one role the members that the best domain of its required level holds.
 
 Most asks of a full cluster fail here in microseconds; only the others are searched for (`place.search`).
 """
 
 from reflux_placement.gang import GangDemand, RoleDemand
+from reflux_placement.place.capacity import copies_per_node
 from reflux_placement.place.misfit import Misfit
 from reflux_placement.room import Room
-from reflux_placement.topology import CLUSTER, NODE, Ints
+from reflux_placement.topology import CLUSTER, NODE, Ints, Resources
 
 
 class Prescreen:
@@ -15,6 +17,7 @@ class Prescreen:
     def __init__(self, room: Room) -> None:
         self._room = room
         self._usable_NR: Ints = room.usable_NR()
+        self._by_size: dict[tuple[Resources, int], tuple[int, int]] = {}
         self._by_gpus: dict[int, tuple[int, int, int]] = {}
         self._sums: list[int] = self._usable_NR.clip(min=0).sum(axis=0).tolist()
 
@@ -35,7 +38,32 @@ class Prescreen:
         for kind in range(3):
             if needed[kind] > self._sums[kind]:
                 return self._misfit("", "sum", CLUSTER, kind, needed[kind], self._sums[kind], self._cluster)
-        return None
+        return self._nowhere(gang) if len(gang.roles) == 1 else None
+
+    def _nowhere(self, gang: GangDemand) -> Misfit | None:
+        """Whether no domain of the level that one role must stay in holds its members."""
+        role, topology = gang.roles[0], self._room.topology
+        at = min(topology.tightness(gang.required_level), topology.tightness(role.required_level))
+        known = self._by_size.get((role.each, at))
+        if known is None:
+            sums = topology.sums(copies_per_node(self._usable_NR, role.each), at)
+            best = int(sums.argmax()) if len(sums) else -1
+            known = self._by_size[role.each, at] = (best, int(sums[best]) if best >= 0 else 0)
+        best, members = known
+        if members >= role.least or best < 0:
+            return None
+        domain = topology.domains_by_level[at][best].label
+        kind = 0 if role.each.gpus else 1 if role.each.millicpus else 2
+        unit = role.each.row[kind]
+        return self._misfit(
+            role.role,
+            "count",
+            domain=domain,
+            level=topology.levels[at],
+            kind=kind,
+            needed=role.least * unit,
+            available=members * unit,
+        )
 
     def _bounds(self, gpus: int) -> tuple[int, int, int]:
         """Members of so many GPUs that fit (0 for none), most CPUs and most memory of a node that holds one."""
