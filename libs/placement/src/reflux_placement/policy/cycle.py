@@ -12,7 +12,6 @@ The order of a cycle, and of the actions in its decision:
 import math
 from dataclasses import replace
 
-from reflux_placement.errors import Occupied
 from reflux_placement.gang import Assignment, GangDemand
 from reflux_placement.place.misfit import Misfit
 from reflux_placement.policy.backfill import expected_end, reserve
@@ -27,7 +26,7 @@ from reflux_placement.policy.makeroom import RoomMaker, at_least
 from reflux_placement.policy.quota import NOTHING_PROMISED, Excess, Promised, Row
 from reflux_placement.policy.reasons import Reasons
 from reflux_placement.policy.spares import replace_lost
-from reflux_placement.policy.view import Ask, Claim, Decision, Requeue, View
+from reflux_placement.policy.view import Ask, Claim, Decision, Replace, Requeue, View
 from reflux_placement.topology import Resources
 
 DEFAULT_CONFIG = PolicyConfig()
@@ -36,7 +35,7 @@ MAX_OLDEST = 4
 
 
 def decide(view: View, config: PolicyConfig = DEFAULT_CONFIG) -> Decision:
-    """What to do now. Pure and deterministic; books on `view.room`, which is a copy of the caller's.
+    """What to do now. Pure and deterministic, apart from `view.room`, a copy of the caller that it may change.
 
     Room of jobs that are told to stop, shrink or move is not given to anybody in this cycle: it is claimed for whom it
     was freed (`Decision.claims`), who starts in the first cycle that finds it free.
@@ -89,29 +88,47 @@ class _Cycle:
         return ask.job in self._books.evicting or ask.job in self._books.room.holdings
 
     def _replace_lost(self) -> None:
-        """Members on lost nodes. A job that goes back to the queue still holds its room until it has stopped."""
-        books = self._books
-        before = dict(books.room.holdings)
+        """Members on lost nodes. A job that goes back to the queue holds its room until it has stopped: replacements
+        are looked for again without that room."""
+        books, states = self._books, self._view.nodes
         staying = {job: each for job, each in books.live.items() if job not in books.leaving}
-        for action in replace_lost(books.room, staying, self._view.nodes, self._view.spares):
-            books.actions.append(action)
-            books.busy.add(action.job)
-            kept = None if isinstance(action, Requeue) else action.assignment
-            books.recount(action.job, kept, before[action.job])
-            if isinstance(action, Requeue):
+        while True:
+            room = books.room.copy()
+            actions = replace_lost(room, staying, states, self._view.spares)
+            stopped = [action for action in actions if isinstance(action, Requeue)]
+            if not stopped:
+                break
+            for action in stopped:
+                books.actions.append(action)
+                books.recount(action.job, None)
                 books.leaving.add(action.job)
-                try:
-                    books.room.restore(action.job, before[action.job])
-                except Occupied:  # a replacement took some of it and is carried out after this stop
-                    continue
+                del staying[action.job]
+        for action in actions:
+            if isinstance(action, Replace):
+                books.actions.append(action)
+                books.recount(action.job, action.assignment)
+                books.busy.add(action.job)
+        books.room = room
 
     # --- claims of the cycle before ---
 
     def _keep_claims(self) -> None:
-        for standing in self._books.old_standing():
-            if standing.claim.evicting:
-                self._keep_evicting(standing)
+        books = self._books
+        old = books.old_standing()
+        for standing in old:
+            if standing.claim.evicting and books.can_hold(standing):
+                books.charge(standing.ask, standing.amount)
+                books.withhold(standing)
+        for standing in list(books.evicting.values()):
+            books.give_back(standing.job)
+            if fits_on(books.room, standing.nodes_K, standing.need_KR):
+                books.charge(standing.ask, standing.amount, -1)
+                books.start(standing.ask, standing.claim.assignment, "its room has been freed", backfilled=False)
             else:
+                books.withhold(standing)
+                self._reasons.being_freed(standing)
+        for standing in old:
+            if not standing.claim.evicting:
                 self._keep_reservation(standing)
 
     def _leaving(self, claim: Claim) -> None:
@@ -123,15 +140,6 @@ class _Cycle:
             elif job in books.live and job not in books.leaving:
                 books.leaving.add(job)
                 books.recount(job, None)
-
-    def _keep_evicting(self, standing: Standing) -> None:
-        books, ask = self._books, standing.ask
-        if fits_on(books.room, standing.nodes_K, standing.need_KR):
-            books.start(ask, standing.claim.assignment, "its room has been freed", backfilled=False)
-        elif books.can_hold(standing):
-            books.charge(ask, standing.amount)
-            books.withhold(standing)
-            self._reasons.being_freed(standing)
 
     def _keep_reservation(self, standing: Standing) -> None:
         """It stays as long as its time has not passed: whoever was promised room is not overtaken again and again.
