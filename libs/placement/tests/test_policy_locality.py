@@ -52,3 +52,8 @@ def test_behind_a_blocked_ask_the_smallest_area_or_the_oldest_is_backfilled(orde
 def test_an_ask_of_unknown_length_comes_behind_all_that_said_theirs():
     pending = [ask("head", 8, number=0), ask("silent", 1, number=1, seconds=0.0), ask("told", 4, number=2)]
     assert starts(view_with([0, 1, 2, 3], pending)) == ["told"]
+
+
+def test_an_order_of_backfill_that_does_not_exist_is_refused():
+    with pytest.raises(ValueError, match="backfill_order = 'size': write area or arrival"):
+        PolicyConfig(backfill_order="size")

@@ -1,7 +1,9 @@
 """Owns the knobs of a scheduling cycle."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
+
+BackfillOrder = Literal["area", "arrival"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,13 +21,13 @@ class PolicyConfig:
     """The oldest ask that waited longer gets a reservation of its own, wherever fair share puts it. This bounds how
     often it is overtaken."""
 
-    backfill_order: Literal["area", "arrival"] = "area"
+    backfill_order: BackfillOrder = "area"
     """Of the asks behind a queue's first blocked one: those with the smallest GPU-seconds first, or the oldest first.
     The reservation goes by arrival in both."""
 
-    locality_patience_seconds: float = 4 * 3600.0
+    locality_patience_seconds: float = 24 * 3600.0
     """A gang waits for this long for a place inside one domain of its preferred level, if one could hold it. 0 takes
-    what there is."""
+    what there is. A day: with area backfill small and short gangs find a domain soon, and large ones run for days."""
 
     preemption: bool = True
     """Whether running jobs may be stopped for others."""
@@ -66,5 +68,7 @@ class PolicyConfig:
         ):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} = {getattr(self, name)}: write zero or more")
+        if self.backfill_order not in get_args(BackfillOrder):
+            raise ValueError(f"backfill_order = {self.backfill_order!r}: write {' or '.join(get_args(BackfillOrder))}")
         if self.preemption_domains < 1:
             raise ValueError(f"preemption_domains = {self.preemption_domains}: write one or more")

@@ -21,7 +21,7 @@ class Locality:
     """How far apart gangs of more than one member were placed."""
 
     cross_rack_gangs: int
-    """Starts (or moves) of gangs that touch more than one rack."""
+    """Gangs that at some time touched more than one rack."""
 
     avoidable_cross_rack_gangs: int
     """Of them, those of gangs that fit into one rack."""
@@ -127,10 +127,11 @@ def _locality(history: History) -> Locality:
         if sum(role.count for role in record.job.gang.roles) < 2:
             continue
         fewest = fewest_racks(history.topology, record.job.gang)
+        crossed = any(stay.num_racks > 1 for stay in record.stays)
+        crossing += crossed
+        avoidable += crossed and fewest == 1
+        blocks += any(stay.num_blocks > 1 for stay in record.stays)
         for stay in record.stays:
-            crossing += stay.num_racks > 1
-            avoidable += stay.num_racks > 1 and fewest == 1
-            blocks += stay.num_blocks > 1
             excess.append(stay.num_racks / fewest)
             weighted += stay.cross_rack * stay.gpus * (stay.end - stay.start)
             weight += stay.gpus * (stay.end - stay.start)
