@@ -26,7 +26,7 @@ KEPT_FINAL_JOBS = 500
 class Book:
     """Methods may raise RedisError or NotLeading: then nothing has changed."""
 
-    def __init__(self, store: Store, ledger: Ledger, metrics: Metrics, changed: Callable[[str, bool], None]) -> None:
+    def __init__(self, store: Store, ledger: Ledger, metrics: Metrics, changed: Callable[[Job, Job], None]) -> None:
         self._store = store
         self._ledger = ledger
         self._metrics = metrics
@@ -79,11 +79,11 @@ class Book:
     async def create(self, request_id: str, make: Callable[[int], Job]) -> Job:
         """Stores a new job under the next number; a request id that was seen gets its job again."""
         async with self._writing:
-            known = await self._store.by_request(request_id)
-            if known is not None and known in self._jobs:
-                return self._jobs[known]
             job = make(self._numbers + 1)
-            await self._store.create(job, request_id)
+            known = await self._store.create(job, request_id)
+            if known != job.id:
+                # A job that was forgotten since is not made again: the request has had its effect.
+                return self.get(known)
             self._numbers = job.number
             self._jobs[job.id] = job
         return job
@@ -152,7 +152,7 @@ class Book:
 
     def _tell(self, before: Job, after: Job) -> None:
         """Log, watchers and metrics of one stored change."""
-        self._changed(after.id, after.sequence != before.sequence)
+        self._changed(before, after)
         if after.sequence != before.sequence:
             for event in after.events:
                 if event.sequence > before.sequence:

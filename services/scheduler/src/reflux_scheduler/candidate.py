@@ -1,5 +1,6 @@
 """Owns one scheduler process: follows until it holds the leader's lease, then builds everything that a reign needs."""
 
+import gc
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -110,6 +111,9 @@ class Candidate:
                 plan.start_seconds,
             )
             await controller.load()
+            # What was taken over stays for long: a full collection that walks all of it would stop answers for 0.1 s.
+            gc.collect()
+            gc.freeze()
             self._controller = controller
             self._leadership.set_ready()
             self._metrics.leading(True)

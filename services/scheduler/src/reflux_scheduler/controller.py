@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import functools
 import logging
 import time
 import uuid
@@ -11,6 +10,7 @@ from dataclasses import replace
 
 from redis.exceptions import RedisError
 
+from reflux_placement.gang import GangDemand
 from reflux_placement.place.misfit import Misfit
 from reflux_placement.place.search import fits_ever
 from reflux_placement.policy.view import Queue
@@ -34,6 +34,7 @@ from reflux_scheduler.store import Store
 log = logging.getLogger(__name__)
 
 _TICK_SECONDS = 1.0
+_OBSERVE_SECONDS = 2.0
 _KNOWN_SHAPES = 1024
 _MANY_NODES = 500
 """Of more nodes than this not every agent that comes makes a look at all of them; the next tick does."""
@@ -69,6 +70,7 @@ class Controller:
         self._due = True
         self._cycled_at = 0.0
         self._ticked_at = 0.0
+        self._observed_at = 0.0
         self._registrations = -1
         self._lost_posts: dict[Post, str] = {}
         self._down: dict[int, bool] = {}
@@ -77,8 +79,7 @@ class Controller:
         self.planner = Planner(self.book, ledger, nodes, rules, self._claims, metrics)
         self._tools = Tools(self.book, ledger, fleet, crew, grants, start_seconds)
         self._drivers: dict[str, JobDriver] = {}
-        # Most jobs are of shapes that were seen before, and the topology stays the same.
-        self._fits_ever = functools.lru_cache(maxsize=_KNOWN_SHAPES)(functools.partial(fits_ever, self.topology))
+        self._shapes: dict[GangDemand, Misfit | None] = {}
 
     async def load(self) -> None:
         """Reads what the last scheduler knew; writes nothing."""
@@ -87,8 +88,10 @@ class Controller:
         await self._claims.load()
         for job in self.book.jobs.values():
             self.planner.changed(job.id)
+            if any(status.state == "lost" for status in job.members.values()):
+                self.planner.broken.add(job.id)
             if job.state == "PENDING":
-                misfit = self._fits_ever(job.spec.demand())
+                misfit = fits_ever(self.topology, job.spec.demand())
                 if misfit is not None:
                     self.book.homeless[job.id] = f"the topology has changed: {misfit.sentence}"
 
@@ -100,6 +103,8 @@ class Controller:
         try:
             while True:
                 await self._round()
+                # Watchers first: a round that finds the flag set does not give way by itself.
+                await asyncio.sleep(0)
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(_TICK_SECONDS):
                         await self._wake.wait()
@@ -118,7 +123,7 @@ class Controller:
         """
         demand = spec.demand()
         demand.check_levels(self.topology)
-        misfit = await asyncio.to_thread(self._fits_ever, demand)
+        misfit = await self._misfit_ever(demand)
 
         def make(number: int) -> Job:
             now = time.time()
@@ -153,11 +158,19 @@ class Controller:
         self._look()
         self.wake_policy()
 
+    async def _misfit_ever(self, demand: GangDemand) -> Misfit | None:
+        """Why a gang fits nowhere. Most jobs are of shapes that were seen before, and the topology stays the same."""
+        if demand not in self._shapes:
+            if len(self._shapes) >= _KNOWN_SHAPES:
+                self._shapes.clear()
+            self._shapes[demand] = await asyncio.to_thread(fits_ever, self.topology, demand)
+        return self._shapes[demand]
+
     def never_fits(self, job: Job) -> Misfit | None:
         """What a job lacks that was failed because it fits nowhere."""
         if job.state != "FAILED" or job.attempt:
             return None
-        return self._fits_ever(job.spec.demand())
+        return fits_ever(self.topology, job.spec.demand())
 
     @property
     def queues(self) -> Mapping[str, Queue]:
@@ -173,15 +186,15 @@ class Controller:
         self._due = True
         self._wake.set()
 
-    def _job_changed(self, job_id: str, visibly: bool) -> None:
-        """A job changed; `visibly` when more than figures moved."""
-        self.planner.changed(job_id)
-        if not visibly:
-            return
-        driver = self._drivers.get(job_id)
-        if driver is not None:
+    def _job_changed(self, before: Job, after: Job) -> None:
+        """A job changed: its driver looks at it, and the policy when room was given back or asked for."""
+        self.planner.changed(after.id)
+        driver = self._drivers.get(after.id)
+        if driver is not None and after.sequence != before.sequence:
             driver.nudge()
-        self.wake_policy()
+        back = after.state != before.state and (after.final or after.state == "PENDING")
+        if back or after.saved_at != before.saved_at:
+            self.wake_policy()
 
     def heard_grants(self, grant_ids: frozenset[str]) -> None:
         """The cluster said something new of these grants, or of its nodes."""
@@ -252,10 +265,14 @@ class Controller:
         if self._due or now - self._cycled_at > _CYCLE_SECONDS:
             self._due = False
             self._cycled_at = now
-            await self.planner.cycle()
+            self._due = await self.planner.cycle() or self._due
+            if self._due:
+                self._wake.set()
             self._drive()
         if ticked:
             self._ticked_at = now
+        if now - self._observed_at >= _OBSERVE_SECONDS:
+            self._observed_at = now
             await self.book.forget_old()
             self._metrics.observe(self)
 
@@ -284,7 +301,13 @@ class Controller:
         self._lost_posts = self._silent(now)
         for post, why in self._lost_posts.items():
             for job_id in self.book.at(post):
-                await self.book.change(job_id, lambda job, post=post, why=why: self._lose(job, post, why))
+                job = self.book.get(job_id)
+                if (
+                    await self.book.change(job_id, lambda job, post=post, why=why: self._lose(job, post, why))
+                    is not job
+                ):
+                    self.planner.broken.add(job_id)
+                    self._due = True
 
     def _silent(self, now: float) -> dict[Post, str]:
         """Posts with jobs whose agents are gone for good, or whose grants lost the node, and why."""

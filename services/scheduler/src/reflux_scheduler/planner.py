@@ -35,6 +35,9 @@ from reflux_scheduler.nodes import Nodes
 
 log = logging.getLogger(__name__)
 
+_FEW, _SHORT_SECONDS = 8, 0.02
+"""So few pending jobs are decided at once while the cycle before took no longer: handing a thread over costs more."""
+
 MOVABLE_SECONDS = 60.0
 """A checkpoint counts as at hand for this long: a migration loses at most that much work."""
 
@@ -66,6 +69,10 @@ class Planner:
         """Live jobs whose view depends on the time."""
 
         self._stale: set[str] = set()
+        self._thought_seconds = 0.0
+        self.broken: set[str] = set()
+        """Jobs with lost members, that the policy has to do something about."""
+
         self.waits: dict[str, Wait] = {}
         """Why pending jobs wait, as of the last cycle."""
 
@@ -85,14 +92,21 @@ class Planner:
             now=now,
         )
 
-    async def cycle(self) -> None:
-        """Decides and carries out. Raises RedisError or NotLeading; what was carried out until then stays."""
+    async def cycle(self) -> bool:
+        """Decides and carries out; whether room was taken away, so that another cycle may give it to somebody.
+
+        Raises RedisError or NotLeading; what was carried out until then stays.
+        """
         self._nodes.apply(self._ledger.room)
         view = self.view(time.time())
         places = {name: planned_placement(self._book.get(_id(name))) for name in view.live}
         began = time.monotonic()
-        decision = await asyncio.to_thread(decide, view, self._rules.config)
-        self._metrics.decided(time.monotonic() - began)
+        if len(view.pending) <= _FEW and self._thought_seconds < _SHORT_SECONDS:
+            decision = decide(view, self._rules.config)
+        else:
+            decision = await asyncio.to_thread(decide, view, self._rules.config)
+        self._thought_seconds = time.monotonic() - began
+        self._metrics.decided(self._thought_seconds)
         await self._claims.store(decision.claims)
         for action in decision.actions:
             try:
@@ -100,8 +114,9 @@ class Planner:
             except Occupied as error:
                 # Something was given back or taken while the policy was thinking: the next cycle sees it.
                 log.info("%s is not carried out: %s", type(action).__name__, error)
-        await self._leave_lost(decision)
+        await self._leave_lost()
         await self._say_waits(decision)
+        return any(not isinstance(action, Start) for action in decision.actions)
 
     async def _carry_out(self, action: Action, places: Mapping[str, Placement | None]) -> None:
         """One action, unless its job has changed since the policy looked."""
@@ -207,13 +222,16 @@ class Planner:
             return job
         return replace(job, parts=(*job.parts, Part(job.next_part)), next_part=job.next_part + 1)
 
-    async def _leave_lost(self, decision: Decision) -> None:
+    async def _leave_lost(self) -> None:
         """A gang with lost members that the policy did nothing about goes back into the queue: it holds room and does
         nothing."""
-        for job in list(self._book.jobs.values()):
-            if job.ending is None and job.placement is not None and not job.final:
+        broken, self.broken = self.broken, set()
+        for job_id in broken:
+            job = self._book.jobs.get(job_id)
+            if job is not None and job.ending is None and job.placement is not None and not job.final:
                 lost = [status for status in job.members.values() if status.state == "lost"]
                 if lost:
+                    self.broken.add(job_id)
                     await self._requeue(job.name, f"{lost[0].label} was lost: {lost[0].message}")
 
     async def _say_waits(self, decision: Decision) -> None:

@@ -41,7 +41,11 @@ ARGV: the lease, its length in milliseconds."""
 _WRITE = f"""
 {STILL_MINE}
 if held ~= ARGV[1] then return 0 end
-local at = 3
+if ARGV[3] ~= '' then
+  local known = redis.call('GET', ARGV[3])
+  if known then return known end
+end
+local at = 4
 while at <= #ARGV do
   local count = tonumber(ARGV[at])
   redis.call(unpack(ARGV, at + 1, at + count))
@@ -49,7 +53,8 @@ while at <= #ARGV do
 end
 return 1
 """
-"""ARGV goes on with commands, each behind its number of words. All of it happens or nothing."""
+"""ARGV goes on with a key that must not exist yet (its value is the answer then; empty for none), and with commands,
+each behind its number of words. All of them happen or none."""
 
 _WRITE_SHA = hashlib.sha1(_WRITE.encode(), usedforsecurity=False).hexdigest()
 _MAX_WORDS = 4000
@@ -93,20 +98,16 @@ class Store:
                     unreadable.append(job_id)
         return jobs, unreadable
 
-    async def by_request(self, request_id: str) -> str | None:
-        """Id of the job that a request made before."""
-        raw = await self._redis.get(_request_key(request_id))
-        return _text(raw) if raw is not None else None
-
-    async def create(self, job: Job, request_id: str) -> None:
-        """Stores a new job together with its request id."""
-        await self._write(
-            [
-                *_job_commands(job, None),
-                ("ZADD", _ORDER, job.number, job.id),
-                ("SET", _request_key(request_id), job.id, "EX", REQUEST_SECONDS),
-            ]
-        )
+    async def create(self, job: Job, request_id: str) -> str:
+        """Stores a new job together with its request id; the id of the job that the request has made, now or before."""
+        key = _request_key(request_id)
+        commands = [
+            *_job_commands(job, None),
+            ("ZADD", _ORDER, job.number, job.id),
+            ("SET", key, job.id, "EX", REQUEST_SECONDS),
+        ]
+        known = await self._write(commands, unless=key)
+        return known or job.id
 
     async def save(self, changes: Iterable[tuple[Job | None, Job]]) -> None:
         """Stores changed jobs, all of them or none: pairs of what was stored before and what is to be stored."""
@@ -145,8 +146,9 @@ class Store:
         """Notes which room is kept for jobs."""
         await self._write([("SET", _CLAIMS, text)])
 
-    async def _write(self, commands: Sequence[Command]) -> None:
-        words: list[str | bytes | int | float] = [self.lease, self.lease_millis]
+    async def _write(self, commands: Sequence[Command], unless: str = "") -> str:
+        """Runs commands; when the key `unless` exists, none of them, and its value is the answer."""
+        words: list[str | bytes | int | float] = [self.lease, self.lease_millis, unless]
         for command in commands:
             words.append(len(command))
             words.extend(command)
@@ -156,6 +158,7 @@ class Store:
             done = await self._redis.eval(_WRITE, 2, LEADER, TERM, *words)  # pyright: ignore[reportGeneralTypeIssues]
         if not done:
             raise NotLeading("")
+        return _text(done) if isinstance(done, bytes) else ""
 
 
 def _job_commands(after: Job, before: Job | None) -> list[Command]:
