@@ -306,14 +306,16 @@ class World:
             self.found.add("preempted", f"{other.job} has priority {other.priority}, {ask.job} has {ask.priority}")
 
     def _reclaims(self, ask: Ask, other: Ask) -> bool:
-        """Whether the victim's side borrows and the beneficiary's side stays inside its guarantee, in GPUs."""
+        """Whether the victim's side borrows (all that it holds, if nothing is guaranteed to it) and the beneficiary's
+        side stays inside its guarantee, in GPUs."""
         mine, theirs = _above(ask.queue), _above(other.queue)
         mine, theirs = [q for q in mine if q not in theirs], [q for q in theirs if q not in mine]
         if not mine or not theirs:
             return False
         guarantee = QUEUES[mine[-1]].guaranteed.gpus if mine[-1] in QUEUES else 0
         least = ask.gang.least_total().gpus
-        borrows = all(self._used(q) > (QUEUES[q].guaranteed.gpus if q in QUEUES else 0) for q in theirs)
+        promised = {q: QUEUES[q].guaranteed.gpus if q in QUEUES else 0 for q in theirs}
+        borrows = all(not gpus or self._used(q) > gpus for q, gpus in promised.items())
         return borrows and self._used(mine[-1]) + least <= guarantee
 
     def _check_helps(self, ask: Ask, action: Preempt) -> None:

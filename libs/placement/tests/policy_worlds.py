@@ -94,10 +94,10 @@ class Yard:
                     self.room.release(action.job)
                     self.room.take(action.job, demand, action.assignment)
                 case Migrate():
+                    demands = {job: self.room.holdings[job].demand for job, _ in action.moves}
+                    self.room.release_all(demands)
                     for job, assignment in action.moves:
-                        demand = self.room.holdings[job].demand
-                        self.room.release(job)
-                        self.room.take(job, demand, assignment)
+                        self.room.take(job, demands[job], assignment)
         return decision
 
     def end(self, *jobs: str) -> None:

@@ -61,8 +61,8 @@ class RoomMaker:
         found = plan(books.off_limits(ask), others, at_least(ask.gang), limits)
         if not isinstance(found, Plan) or not found.moves:
             return False
-        books.actions.append(Migrate(found.moves, ask.job, found.sentence))
         keeps = dict(found.moves)
+        books.actions.append(Migrate(tuple(keeps.items()), ask.job, found.sentence))
         books.busy.update(keeps)
         self._claim(ask, found.assignment, tuple(keeps), keeps)
         return True
