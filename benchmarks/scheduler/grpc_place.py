@@ -7,8 +7,8 @@ scheduler's own store before it starts. Then gangs of 72 segments of 16 nodes co
 What is measured: from the call of CreateJob until the client's WatchJob stream has delivered the job as PLACED. In that
 time the request is parsed and checked (whether a gang of this shape fits at all is known from the warm-up), the job is
 stored, the policy's cycle decides over all jobs, the plan is booked, the placed job is stored (fsync), and the change
-is sent. Every second stream is brief (place_grpc_p99_ms: what a client needs to go on); the others carry 1,152 placements
-with every change (place_grpc_full_p99_ms), which have to be rendered, sent and parsed as well.
+is sent. Every second stream is brief (place_grpc_p99_ms: what a client needs to go on); the others carry 1,152
+placements with every change (place_grpc_full_p99_ms), which have to be rendered, sent and parsed as well.
 What is not: whether the cluster really gives the room. For that the scheduler is given a backend whose grants wait for
 ever, which is where a gang stands at PLACED on any cluster; the backend is asked for the room of every gang, after the
 measured time. Between two gangs the first one is cancelled and has given its room back.
