@@ -16,7 +16,7 @@ from trainer_world import Run, config, create, events_of, finish, short, until
 from reflux.trainer.v1 import run_pb2
 from reflux.trainer.v1 import trainer_service_pb2 as pb
 from reflux_kit.errors import reason_of
-from reflux_trainer import checkpointing
+from reflux_trainer import checkpointing, processes
 from reflux_trainer.queue.keys import RunKeys
 
 
@@ -50,6 +50,7 @@ async def test_a_run_goes_through_its_stages_and_leaves_its_records(world):
     async with from_url(world.url) as client:
         trimmed = int(await client.hget(RunKeys(short(run)).cursor, "trimmed_op_id"))
     assert trimmed == world.checkpoints.committed[-2].cursor.op_id  # the older one can be replayed
+    assert world.scheduler.saved == ["jobs/j1"] * len(world.checkpoints.committed)
     assert world.scheduler.cancelled.is_set()
 
 
@@ -255,6 +256,29 @@ async def test_checkpoints_that_fail_are_reported_and_training_goes_on(world):
     lines = [json.loads(line) for line in (Path(ended.folder) / "events.jsonl").read_text().splitlines()]
     failures = [text for line in lines for text in line.get("detail", {}).get("checkpoint_failures", [])]
     assert "step 2: the object store is away" in failures
+
+
+async def test_a_scheduler_that_does_not_hear_of_checkpoints_holds_up_nothing(world, caplog):
+    world.scheduler.save_code = grpc.StatusCode.INTERNAL
+    async with world.trainer() as stub:
+        run = await create(stub, config())
+        ended = (await finish(world, stub, run))[-1].run
+    assert (ended.state, ended.message) == (Run.STATE_SUCCEEDED, "")
+    assert len(world.scheduler.saved) == len(world.checkpoints.committed) == 4
+    assert sum("does not hear of checkpoints of jobs/j1" in each.message for each in caplog.records) == 1
+
+
+async def test_training_goes_on_while_the_scheduler_is_told_of_a_checkpoint(world, monkeypatch):
+    monkeypatch.setattr(processes, "_SAVED_SECONDS", 600.0)
+    world.scheduler.save_hold = asyncio.Event()
+    async with world.trainer() as stub:
+        run = await create(stub, config())
+        async with world.worker(short(run)):
+            await world.announce(stub, short(run))
+            await until(stub, run.name, lambda event: event.progress.stage == "rl" and event.progress.step == 4)
+            assert len(world.scheduler.saved) >= 2  # no answer yet: neither the loop nor a checkpoint waited for one
+            world.scheduler.save_hold.set()
+            assert (await events_of(stub, run.name))[-1].run.state == Run.STATE_SUCCEEDED
 
 
 async def test_a_long_operation_log_is_told_to_people(world, monkeypatch):

@@ -259,6 +259,9 @@ class Scheduler(scheduler_grpc.SchedulerServiceServicer):
         self.place = None
         self.hold = None
         self.roles = []
+        self.saved = []
+        self.save_hold = None
+        self.save_code = None
 
     def end(self, message):
         self.job.state, self.job.message = job_pb2.Job.STATE_FAILED, message
@@ -279,6 +282,14 @@ class Scheduler(scheduler_grpc.SchedulerServiceServicer):
         if self.hold is not None:
             await self.hold.wait()
         return scheduler.CancelJobResponse(job=self.job)
+
+    async def MarkJobSaved(self, request, context):
+        self.saved.append(request.name)
+        if self.save_hold is not None:
+            await self.save_hold.wait()
+        if self.save_code is not None:
+            await context.abort(self.save_code, "as the test wants it")
+        return scheduler.MarkJobSavedResponse(job=self.job)
 
     async def ExplainJob(self, request, context):
         return scheduler.ExplainJobResponse(sentence="all members run")

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -90,14 +90,16 @@ class Assembly:
         )
 
     @asynccontextmanager
-    async def assemble(self, tasks: asyncio.TaskGroup) -> AsyncIterator[Parts]:
-        """Yields the parts; background work runs in `tasks`."""
+    async def assemble(
+        self, tasks: asyncio.TaskGroup, on_commit: Callable[[], Coroutine[Any, Any, None]]
+    ) -> AsyncIterator[Parts]:
+        """Yields the parts; background work runs in `tasks`, `on_commit` after every checkpoint."""
         record, rl = self._record, self._record.config.rl
         async with AsyncExitStack() as stack:
             codec, checkpoints = Codec(self.model), self._checkpoints()
             learner = self._learner(checkpoints)
             stack.push_async_callback(learner.close)
-            checkpoints.attach(learner, tasks, self.cursor.trimmed_op_id)
+            checkpoints.attach(learner, tasks, self.cursor.trimmed_op_id, on_commit)
             window, backlog = await self._window_and_backlog()
             questions = Questions(self._task, codec, ahead=2 * rl.groups_per_step)
             issuer = Issuer(record.run, self._queue, window, questions, self.cursor.next_prompt_index)

@@ -3,9 +3,9 @@
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 import grpc
@@ -68,6 +68,7 @@ class Checkpoints:
         self._stub = stub
         self._learner: LearnerClient | None = None
         self._tasks: asyncio.TaskGroup | None = None
+        self._on_commit: Callable[[], Coroutine[Any, Any, None]] | None = None
         self._ledger = ledger
         self._waits = waits
         self._run = run
@@ -86,9 +87,19 @@ class Checkpoints:
         self.failures: deque[str] = deque(maxlen=_KEPT)
         self.committed: deque[str] = deque(maxlen=_KEPT)
 
-    def attach(self, learner: LearnerClient, tasks: asyncio.TaskGroup, trimmed_op_id: int) -> None:
-        """Gives it what writing needs; reading needs none of it. `trimmed_op_id` is where the operation log begins."""
-        self._learner, self._tasks, self._trimmed = learner, tasks, trimmed_op_id
+    def attach(
+        self,
+        learner: LearnerClient,
+        tasks: asyncio.TaskGroup,
+        trimmed_op_id: int,
+        on_commit: Callable[[], Coroutine[Any, Any, None]],
+    ) -> None:
+        """Gives it what writing needs; reading needs none of it.
+
+        `trimmed_op_id` is where the operation log begins; `on_commit` runs beside the loop after every commit, must not
+        raise and must end by itself.
+        """
+        self._learner, self._tasks, self._trimmed, self._on_commit = learner, tasks, trimmed_op_id, on_commit
 
     def drain_failures(self) -> list[str]:
         """Failures since the last call."""
@@ -188,6 +199,9 @@ class Checkpoints:
         commit = pb.CommitCheckpointRequest(name=begun.checkpoint.name, objects=saved.objects, cursor=cursor)
         await self._stub.CommitCheckpoint(commit, timeout=120.0)
         self.committed.append(begun.checkpoint.name)
+        assert self._tasks is not None
+        assert self._on_commit is not None
+        self._tasks.create_task(self._on_commit(), name="tell of the checkpoint")
         # The newest one may turn out to be damaged: the one before it must stay replayable.
         if self._covered is not None:
             await self._ledger.trim(self._covered)

@@ -62,7 +62,7 @@ class Attempt:
             with self._phase("start"):
                 processes = await self._started()
             helpers.append(tasks.create_task(processes.follow(), name="follow job"))
-            parts = await stack.enter_async_context(self._assembly.assemble(tasks))
+            parts = await stack.enter_async_context(self._assembly.assemble(tasks, processes.saved))
             self._failures = parts.checkpoints.failures
             await self._stages(parts, processes)
 

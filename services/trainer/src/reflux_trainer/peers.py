@@ -48,7 +48,7 @@ async def open_peers(redis: RedisClient, settings: TrainerSettings) -> AsyncIter
         async def channel(address: str, retry: tuple[str, ...] = ()) -> grpc.aio.Channel:
             return await stack.enter_async_context(open_channel(address, settings, retry=retry, subject="trainer"))
 
-        scheduler = ("GetJob", "CreateJob", "CancelJob", "ExplainJob")
+        scheduler = ("GetJob", "CreateJob", "CancelJob", "ExplainJob", "MarkJobSaved")
         yield Peers(
             redis=redis,
             scheduler=SchedulerServiceStub(

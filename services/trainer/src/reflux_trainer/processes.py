@@ -29,6 +29,7 @@ _MODULES = {
 _ENDED = (job_pb2.Job.STATE_FAILED, job_pb2.Job.STATE_CANCELLED, job_pb2.Job.STATE_SUCCEEDED)
 _RECONNECT_SECONDS = 0.5
 _POLL_SECONDS = 0.2
+_SAVED_SECONDS = 5.0
 
 
 class JobEnded(RuntimeError):
@@ -48,6 +49,7 @@ class RunProcesses:
         self._config = config
         self._model_folder = model_folder
         self._peers = peers
+        self._saved_unheard = False
         self.job = ""
 
     async def start(self, known_job: str) -> str:
@@ -112,6 +114,21 @@ class RunProcesses:
                     raise JobEnded(f"the scheduler does not know {self.job} any more") from None
                 log.info("the scheduler's stream broke (%s), opening it again", error.code().name)
             await asyncio.sleep(_RECONNECT_SECONDS)
+
+    async def saved(self) -> None:
+        """Tells the scheduler that a checkpoint is committed, so that a move or a preemption costs only what came after.
+
+        Best effort within a few seconds: the next checkpoint tells it again. A failure is logged once, until it works.
+        """
+        request = pb.MarkJobSavedRequest(name=self.job)
+        try:
+            await self._peers.scheduler.MarkJobSaved(request, timeout=_SAVED_SECONDS)
+        except grpc.aio.AioRpcError as error:
+            if not self._saved_unheard:
+                log.warning("the scheduler does not hear of checkpoints of %s: %s", self.job, error.details())
+            self._saved_unheard = True
+        else:
+            self._saved_unheard = False
 
     async def explain(self) -> str:
         """The scheduler's sentence about the job, for error messages."""
