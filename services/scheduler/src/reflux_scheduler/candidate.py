@@ -98,7 +98,7 @@ class Candidate:
                 if controller is not None:
                     controller.heard_grants(grant_ids)
 
-            grants = Grants(self._backend, plan.poll_seconds, heard)
+            grants = Grants(self._backend, plan.poll_seconds, heard, store.confirm)
             controller = Controller(
                 store,
                 ledger,

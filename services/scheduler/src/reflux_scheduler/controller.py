@@ -102,6 +102,8 @@ class Controller:
             polling = asyncio.create_task(self.grants.poll(self._wanted_grants), name="poll cluster")
         try:
             while True:
+                if polling is not None and polling.done():
+                    await polling  # Raises NotLeading.
                 await self._round()
                 # Watchers first: a round that finds the flag set does not give way by itself.
                 await asyncio.sleep(0)

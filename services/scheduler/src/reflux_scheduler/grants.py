@@ -3,11 +3,14 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
+
+from redis.exceptions import RedisError
 
 from reflux_placement.room import gpu_indices
 from reflux_placement.topology import Resources
 from reflux_scheduler.backends.base import Backend, BackendAway, Grant, GrantStatus, NodeCondition, NodeShare
+from reflux_scheduler.errors import NotLeading
 from reflux_scheduler.job import Job
 from reflux_scheduler.ledger import shares
 
@@ -15,13 +18,26 @@ log = logging.getLogger(__name__)
 
 
 class Grants:
-    """The backend as the drivers see it. Times are monotonic, in seconds."""
+    """The backend as the drivers see it. Times are monotonic, in seconds.
 
-    def __init__(self, backend: Backend, poll_seconds: float, heard: Callable[[frozenset[str]], None]) -> None:
+    No cluster compares fencing tokens. So `confirm`, a fenced call to the store, goes in front of every request, and
+    stands between a list of grants and the release of those that nobody knows: as long as this scheduler led after the
+    list was made, no grant in it can be of a later leader. A request that is under way while the lease is lost makes a
+    grant that no job has, and the next leader releases it.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        poll_seconds: float,
+        heard: Callable[[frozenset[str]], None],
+        confirm: Callable[[], Awaitable[None]],
+    ) -> None:
         self.backend = backend
         self.shared_agents = backend.shared_agents
         self._poll_seconds = poll_seconds
         self._heard = heard
+        self._confirm = confirm
         self._listed: Mapping[str, GrantStatus] = {}
         self._listed_at = float("-inf")
         self._asked: dict[str, float] = {}
@@ -38,9 +54,15 @@ class Grants:
         return self._listed_at > float("-inf")
 
     async def request(self, job: Job, part: int) -> None:
-        """Asks for a part once per life of this scheduler. Raises BackendAway or GrantRefused."""
+        """Asks for a part once per life of this scheduler.
+
+        Raises:
+            BackendAway, GrantRefused: what the cluster says.
+            NotLeading, RedisError: it is not sure that this scheduler leads; nothing was asked.
+        """
         grant_id = f"{job.id}-{part}"
         if grant_id not in self._asked:
+            await self._confirm()
             await self.backend.request(_grant(job, part))
             self._asked[grant_id] = time.monotonic()
             self._poke.set()
@@ -73,7 +95,7 @@ class Grants:
         return GrantStatus(grant_id, "ended", reason="the cluster does not know it any more")
 
     async def poll(self, wanted: Callable[[], frozenset[str]]) -> None:
-        """Asks the cluster until cancelled; grants that `wanted` does not name are given back."""
+        """Asks the cluster; grants that `wanted` does not name are given back. Ends by NotLeading, or cancelled."""
         while True:
             self._poke.clear()
             try:
@@ -83,6 +105,11 @@ class Grants:
                     log.warning("the cluster does not answer: %s", error)
                 self.away = str(error)
                 self._heard(frozenset())
+            except RedisError as error:
+                log.warning("nothing is given back: Redis does not answer (%s)", type(error).__name__)
+            except NotLeading:
+                self._heard(frozenset())
+                raise
             except Exception:  # task boundary: one bad answer must not end the polling
                 log.exception("asking the cluster failed")
             try:
@@ -93,7 +120,7 @@ class Grants:
             await asyncio.sleep(min(0.1, self._poll_seconds))  # Many requests make one question.
 
     async def look(self, wanted: Callable[[], frozenset[str]]) -> None:
-        """Asks once. Raises BackendAway."""
+        """Asks once. Raises BackendAway; NotLeading or RedisError instead of giving anything back."""
         asked_at = time.monotonic()
         conditions = await self.backend.conditions()
         listed = await self.backend.grants()
@@ -102,10 +129,12 @@ class Grants:
         self._listed, self._listed_at, self.away = listed, asked_at, ""
         changed = {grant_id for grant_id in known if listed.get(grant_id) != before.get(grant_id)}
         self._heard(frozenset(changed | (known - listed.keys()) | self._released.keys()))
-        for grant_id, status in listed.items():
-            if grant_id not in known and status.state != "ended":
-                log.warning("grant %s (%s) belongs to no job and is given back", grant_id, status.native or "no name")
-                await self.backend.release(grant_id)
+        unknown = {i: status for i, status in listed.items() if i not in known and status.state != "ended"}
+        if unknown:
+            await self._confirm()
+        for grant_id, status in unknown.items():
+            log.warning("grant %s (%s) belongs to no job and is given back", grant_id, status.native or "no name")
+            await self.backend.release(grant_id)
 
     def lost_posts(self) -> dict[tuple[str, str], str]:
         """Nodes that the cluster took away from grants, by node and grant, and why."""

@@ -77,6 +77,10 @@ class Store:
 
         self.lease_millis = 10_000
 
+    async def confirm(self) -> None:
+        """Returns when this scheduler still leads; for calls that no script can fence. Raises NotLeading."""
+        await self._write(())
+
     async def load(self) -> tuple[list[Job], list[str]]:
         """All stored jobs, oldest first, and the ids of those that cannot be read (another version wrote them)."""
         ids = [_text(raw) for raw in await self._redis.zrange(_ORDER, 0, -1)]
