@@ -48,7 +48,7 @@ class Candidate:
         self._redis = redis
         self._backend = backend
         self._settings = settings
-        self._metrics = Metrics()
+        self._metrics = Metrics(plan.topology.levels)
         self._leadership: Leadership | None = None
         self._controller: Controller | None = None
 

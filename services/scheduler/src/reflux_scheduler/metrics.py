@@ -1,11 +1,14 @@
 """The scheduler's Prometheus metrics; docs/metrics.md says what each means."""
 
 import time
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, get_args
 
 from prometheus_client import Counter, Gauge, Histogram
 
-from reflux_scheduler.job import Job, State
+from reflux_placement.policy.view import Wait
+from reflux_scheduler.job import Job, Placement, State
+from reflux_scheduler.ledger import planned_placement
 
 if TYPE_CHECKING:
     from reflux_scheduler.controller import Controller
@@ -17,12 +20,18 @@ _RESOURCES = Gauge("reflux_scheduler_resources", "Resources of the topology.", [
 _UTILISATION = Gauge("reflux_scheduler_utilisation", "Share of the GPUs of nodes that are up that jobs hold.")
 _FRAGMENTATION = Gauge(
     "reflux_scheduler_fragmentation",
-    "Share of the free GPUs that lie on nodes or in racks that are partly used.",
+    "Share of the free GPUs that lie in domains that are partly used: nodes, and the tightest level above them.",
     ["level"],
 )
 _WAITING = Gauge("reflux_scheduler_waiting_jobs", "Jobs that wait, by cause.", ["cause"])
 _GRANTS = Gauge("reflux_scheduler_grants", "Grants of the cluster by state.", ["state"])
 _WAIT = Histogram("reflux_scheduler_wait_seconds", "Time from queueing to placement.", buckets=_SECONDS)
+_WAIT_BY_CAUSE = Histogram(
+    "reflux_scheduler_wait_by_cause_seconds",
+    "Time that a placed job had waited for each cause; one observation per job and cause.",
+    ["cause"],
+    buckets=_SECONDS,
+)
 _START = Histogram("reflux_scheduler_start_seconds", "Time from placement until all members run.", buckets=_SECONDS)
 _DECIDE = Histogram(
     "reflux_scheduler_cycle_seconds",
@@ -51,10 +60,19 @@ _CAUSES = ("resources", "fragmentation", "quota", "reservation", "behind", "node
 
 
 class Metrics:
-    """What one scheduler counts."""
+    """What one scheduler counts. `levels` are the topology's, tightest first; the one above the nodes is the rack."""
 
-    def __init__(self) -> None:
+    def __init__(self, levels: Sequence[str]) -> None:
+        self._levels = tuple(levels)
         self._freed_at = 0.0
+        self._ready_at: dict[str, float] = {}
+        """By job that was placed and does not run yet: when room was last given back before, or when it came."""
+
+        self._waits: dict[str, tuple[str, float]] = {}
+        """By job: what it waits for now, and since when."""
+
+        self._waited: dict[str, dict[str, float]] = {}
+        """By job: seconds that it waited for other causes before."""
 
     def leading(self, leads: bool) -> None:
         """Whether this scheduler leads now."""
@@ -69,8 +87,24 @@ class Metrics:
         if job.placement is not None:
             _WAIT.observe(max(0.0, job.placed_at - (job.queued_at or job.created_at)))
             _SPAN.labels(job.placement.level).inc()
-            _CROSS_RACK.inc(job.placement.level not in ("node", "rack"))
+            _CROSS_RACK.inc(job.placement.level not in self._levels[:2])
             _BACKFILLED.inc(backfilled)
+            self._pass(job.name, "", job.placed_at)
+            self._waits.pop(job.name, None)
+            for cause, seconds in self._waited.pop(job.name, {}).items():
+                _WAIT_BY_CAUSE.labels(cause).observe(seconds)
+
+    def waiting(self, waits: Mapping[str, Wait], now: float) -> None:
+        """What jobs wait for since the present cycle; jobs that are not named wait for nothing any more."""
+        for job in self._waits.keys() - waits.keys():
+            del self._waits[job]
+            self._waited.pop(job, None)
+        for job, wait in waits.items():
+            self._pass(job, wait.cause, now)
+
+    def room_came(self, now: float) -> None:
+        """Nodes take new work that took none before."""
+        self._freed_at = now
 
     def preempted(self, jobs: int, lost_seconds: float) -> None:
         """Jobs were told to leave."""
@@ -84,16 +118,28 @@ class Metrics:
             if old is not None and old is not new and new.restarts > old.restarts:
                 _RESTARTS.labels(new.role).inc(new.restarts - old.restarts)
         if after.running_at and not before.running_at:
-            now = time.time()
-            _START.observe(max(0.0, now - after.placed_at))
-            ready = max(self._freed_at if self._freed_at <= after.placed_at else 0.0, after.queued_at)
-            _FREE_TO_START.observe(max(0.0, now - ready))
-        if after.placement is not before.placement or after.final != before.final:
+            _START.observe(max(0.0, after.running_at - after.placed_at))
+            if after.id in self._ready_at:
+                _FREE_TO_START.observe(max(0.0, after.running_at - self._ready_at.pop(after.id)))
+        if after.attempt > before.attempt:
+            self._ready_at[after.id] = max(self._freed_at, after.queued_at)
+        elif after.placement is None or after.final:
+            self._ready_at.pop(after.id, None)
+        if _gave_room_back(planned_placement(before), planned_placement(after)):
             self._freed_at = time.time()
         if after.requeues > before.requeues:
             _REQUEUED.labels(after.events[-1].kind if after.events else "requeued").inc()
         if after.final and not before.final:
             _ENDED.labels(after.state).inc()
+
+    def _pass(self, job: str, cause: str, now: float) -> None:
+        """Books the time since the last cause of a job that now waits for another one."""
+        before, since = self._waits.get(job, ("", now))
+        if before != cause:
+            self._waits[job] = (cause, now)
+            if before:
+                waited = self._waited.setdefault(job, {})
+                waited[before] = waited.get(before, 0.0) + max(0.0, now - since)
 
     def observe(self, controller: "Controller") -> None:
         """Sets the gauges; once a round."""
@@ -125,8 +171,18 @@ class Metrics:
         total, free = int(total_N.sum()), int(free_N.sum())
         _UTILISATION.set((total - free) / total if total else 0.0)
         _FRAGMENTATION.labels("node").set(int(free_N[free_N < total_N].sum()) / free if free else 0.0)
-        if "rack" in topology.levels and free:
-            level = topology.levels.index("rack")
-            free_D = topology.sums(room.free_NR[:, 0] * open_N, level)
-            total_D = topology.sums(topology.capacity_NR[:, 0] * open_N, level)
-            _FRAGMENTATION.labels("rack").set(int(free_D[free_D < total_D].sum()) / free)
+        if len(topology.levels) > 2:
+            free_D = topology.sums(room.free_NR[:, 0] * open_N, 1)
+            total_D = topology.sums(topology.capacity_NR[:, 0] * open_N, 1)
+            broken = int(free_D[free_D < total_D].sum())
+            _FRAGMENTATION.labels(topology.levels[1]).set(broken / free if free else 0.0)
+
+
+def _gave_room_back(before: Placement | None, after: Placement | None) -> bool:
+    """Whether the plan has room now that a job had before."""
+    if before is None or before is after:
+        return False
+    if after is None:
+        return True
+    left = {(seat.node, seat.role) for seat in before.seats()} - {(seat.node, seat.role) for seat in after.seats()}
+    return bool(left) or after.num_members < before.num_members

@@ -97,7 +97,10 @@ class Planner:
 
         Raises RedisError or NotLeading; what was carried out until then stays.
         """
+        was_open_N = self._ledger.room.open_N
         self._nodes.apply(self._ledger.room)
+        if (self._ledger.room.open_N & ~was_open_N).any():
+            self._metrics.room_came(time.time())
         view = self.view(time.time())
         places = {name: planned_placement(self._book.get(_id(name))) for name in view.live}
         began = time.monotonic()
@@ -236,6 +239,7 @@ class Planner:
 
     async def _say_waits(self, decision: Decision) -> None:
         self.waits = dict(decision.waits)
+        self._metrics.waiting(self.waits, time.time())
         absent = self._nodes.absent()
         for name, wait in decision.waits.items():
             job = self._book.jobs.get(_id(name))
