@@ -9,15 +9,13 @@ Last line: one JSON object.
 
 import argparse
 import json
-import random
 import sys
 import time
-from collections import Counter
-from dataclasses import dataclass, field
 
 import numpy as np
+from random_events import QUEUES, SHAPES, RandomEvents, Violations, queues_above
 
-from reflux_placement.gang import Assignment, GangDemand, RoleDemand
+from reflux_placement.gang import Assignment, GangDemand
 from reflux_placement.place.check import broken
 from reflux_placement.place.search import fits_ever
 from reflux_placement.policy.config import PolicyConfig
@@ -25,13 +23,10 @@ from reflux_placement.policy.cycle import DEFAULT_CONFIG, decide
 from reflux_placement.policy.view import (
     Action,
     Ask,
-    Claim,
     Decision,
     Live,
     Migrate,
-    NodeState,
     Preempt,
-    Queue,
     Replace,
     Requeue,
     Resize,
@@ -39,161 +34,12 @@ from reflux_placement.policy.view import (
     View,
 )
 from reflux_placement.room import Room
-from reflux_placement.topology import Node, Resources, Topology, build_topology
 
-EVENTS, BATCH, CALM_EVERY, SHAPES = 100_000, 12, 1000, 40
-QUEUES = {
-    queue.name: queue
-    for queue in (
-        Queue(name="research", weight=2.0, guaranteed=Resources(gpus=24), limit=Resources(gpus=56)),
-        Queue(name="vision", parent="research", guaranteed=Resources(gpus=16)),
-        Queue(name="chemistry", parent="research", weight=3.0, limit=Resources(gpus=40)),
-        Queue(name="product", guaranteed=Resources(gpus=16), limit=Resources(gpus=48, millicpus=400_000)),
-        Queue(name="free"),
-    )
-}
-LEAVES = ("vision", "chemistry", "product", "free", "unlisted")
+EVENTS, BATCH, CALM_EVERY = 100_000, 12, 1000
 
 
-@dataclass(slots=True)
-class Violations:
-    """Counts by kind; `notes` has the first few in words."""
-
-    starved: int = 0
-    overcommitted: int = 0
-    partial: int = 0
-    quota: int = 0
-    preempted: int = 0
-    misplaced: int = 0
-    lost: int = 0
-    events: int = 0
-    cycles: int = 0
-    actions: Counter[str] = field(default_factory=Counter)
-    notes: list[str] = field(default_factory=list)
-
-    @property
-    def total(self) -> int:
-        """All of them."""
-        return (
-            self.starved + self.overcommitted + self.partial + self.quota + self.preempted + self.misplaced + self.lost
-        )
-
-    def add(self, kind: str, note: str) -> None:
-        """Counts one."""
-        setattr(self, kind, getattr(self, kind) + 1)
-        if len(self.notes) < 20:
-            self.notes.append(f"{kind}: {note}")
-
-
-def small_cluster() -> Topology:
-    """2 blocks x 2 racks x 4 trays of 4 GPUs, and one tray that no rack claims: 68 GPUs."""
-    nodes = [
-        Node(f"n{rack}{tray}", Resources(4, 32_000, 256 << 30), {"rack": f"r{rack}", "block": f"b{rack // 2}"})
-        for rack in range(4)
-        for tray in range(4)
-    ]
-    return build_topology("small", [*nodes, Node("stray", Resources(4, 32_000, 256 << 30))])
-
-
-class World:
+class World(RandomEvents):
     """What really happens; it believes no word of the policy."""
-
-    def __init__(self, seed: int, config: PolicyConfig) -> None:
-        self.rng, self.config = random.Random(seed), config
-        self.topology = small_cluster()
-        self.room = Room(self.topology)
-        self.pending: dict[str, Ask] = {}
-        self.live: dict[str, Live] = {}
-        self.nodes: dict[int, NodeState] = {}
-        self.spares: frozenset[int] = frozenset()
-        self.claims: tuple[Claim, ...] = ()
-        self.stopping: set[str] = set()
-        self.booked: dict[str, Claim] = {}
-        """Claims of the actions that were carried out so far."""
-
-        self.now, self.number = 0.0, 0
-        self.found = Violations()
-        self.gangs = [self._gang() for _ in range(SHAPES)]
-        self.feasible: dict[GangDemand, bool] = {}
-
-    # --- events ---
-
-    def event(self) -> None:
-        """One of everything that may happen."""
-        self.found.events += 1
-        self.now += self.rng.expovariate(1 / 20.0)
-        kinds = (self.submit, self.end, self.save, self.stop_one, self.break_node, self.mend_node, self.cancel)
-        weights = (30, 26, 12, 16, 3, 6, 2)
-        self.rng.choices(kinds, weights)[0]()
-
-    def submit(self) -> None:
-        """A job with a random gang, queue, priority and idea of how long it takes."""
-        if len(self.pending) > 24:
-            return
-        rng, self.number = self.rng, self.number + 1
-        ask = Ask(
-            job=f"j{self.number}", number=self.number, gang=rng.choice(self.gangs), submitted_at=self.now,
-            queue=rng.choice(LEAVES), priority=rng.choice((0, 0, 0, 1, 5)), preemptible=rng.random() < 0.85,
-            expected_seconds=rng.choice((0.0, 60.0, 300.0, 2000.0)), min_run_seconds=rng.choice((0.0, 0.0, 120.0)),
-        )  # fmt: skip
-        self.pending[ask.job] = ask
-
-    def _gang(self) -> GangDemand:
-        rng = self.rng
-        each = Resources(rng.choice((0, 1, 1, 2, 4, 4)), rng.choice((1000, 4000)), rng.choice((1, 16)) << 30)
-        segment = rng.choice((0, 0, 0, 2, 4))
-        count = rng.choice((1, 1, 2, 3, 4, 8, 12)) if not segment else segment * rng.choice((1, 2))
-        unit = segment or 1
-        least = count - unit * rng.randrange(count // unit) if rng.random() < 0.3 else count
-        most = count + unit * rng.randrange(3) if rng.random() < 0.3 else count
-        level = rng.choice(("cluster", "cluster", "block", "rack", "node"))
-        role = RoleDemand(
-            role="work", count=count, each=each, min_count=least, max_count=most, segment_size=segment,
-            required_level=level if not (segment and level == "node") else "block",
-        )  # fmt: skip
-        extra = RoleDemand(role="idle", count=rng.choice((0, 1)), each=Resources(0, 1000))
-        return GangDemand(roles=(role, extra) if rng.random() < 0.1 else (role,))
-
-    def end(self) -> None:
-        """A job ends, whatever it had said."""
-        jobs = [job for job in self.live if job not in self.stopping]
-        if jobs:
-            self._gone(self.rng.choice(jobs))
-
-    def _gone(self, job: str) -> None:
-        self.room.release(job)
-        del self.live[job]
-        self.stopping.discard(job)
-
-    def save(self) -> None:
-        """A job writes a checkpoint."""
-        if self.live:
-            job = self.rng.choice(list(self.live))
-            old = self.live[job]
-            self.live[job] = Live(ask=old.ask, started_at=old.started_at, saved_at=self.now, movable=True)
-
-    def stop_one(self) -> None:
-        """A job that was told to stop has stopped and waits again."""
-        if self.stopping:
-            job = self.rng.choice(sorted(self.stopping))
-            self.pending[job] = self.live[job].ask
-            self._gone(job)
-
-    def break_node(self) -> None:
-        """A node dies, drains or is damped."""
-        if len(self.nodes) < 3:
-            state: NodeState = self.rng.choice(("down", "draining", "flapping"))
-            self.nodes[self.rng.randrange(self.topology.num_nodes)] = state
-
-    def mend_node(self) -> None:
-        """A node comes back."""
-        if self.nodes:
-            del self.nodes[self.rng.choice(sorted(self.nodes))]
-
-    def cancel(self) -> None:
-        """A pending job is withdrawn."""
-        if self.pending:
-            del self.pending[self.rng.choice(list(self.pending))]
 
     # --- the cycle ---
 
@@ -308,7 +154,7 @@ class World:
     def _reclaims(self, ask: Ask, other: Ask) -> bool:
         """Whether the victim's side borrows (all that it holds, if nothing is guaranteed to it) and the beneficiary's
         side stays inside its guarantee, in GPUs."""
-        mine, theirs = _above(ask.queue), _above(other.queue)
+        mine, theirs = queues_above(ask.queue), queues_above(other.queue)
         mine, theirs = [q for q in mine if q not in theirs], [q for q in theirs if q not in mine]
         if not mine or not theirs:
             return False
@@ -344,16 +190,16 @@ class World:
 
     def _used(self, queue: str) -> int:
         """GPUs of a queue: what runs and was not told to stop, and what was freed for its jobs."""
-        running = (job for job, live in self.live.items() if queue in _above(live.ask.queue))
+        running = (job for job, live in self.live.items() if queue in queues_above(live.ask.queue))
         used = sum(self.room.holdings[job].amount.gpus for job in running if job not in self.stopping)
         for claim in self.booked.values():
             ask = self.pending.get(claim.job)
-            if ask is not None and queue in _above(ask.queue):
+            if ask is not None and queue in queues_above(ask.queue):
                 used += sum(role.each.gpus * len(claim.assignment.nodes[role.role]) for role in ask.gang.roles)
         return used
 
     def _check_limits(self, queue: str, job: str) -> None:
-        for name in _above(queue):
+        for name in queues_above(queue):
             limit = QUEUES[name].limit if name in QUEUES else None
             if limit is not None and self._used(name) > limit.gpus:
                 self.found.add("quota", f"{name} is above its limit after {job}")
@@ -392,13 +238,13 @@ class World:
         if hungry:
             self.found.add("starved", f"{hungry} after {rounds} rounds")
         self.pending.clear()
-        self.gangs = [self._gang() for _ in range(SHAPES)]
+        self.gangs = [self.random_gang() for _ in range(SHAPES)]
         self.feasible.clear()
 
     def _can_run(self, ask: Ask) -> bool:
         """Whether the job could run alone on the whole cluster."""
         least = ask.gang.least_total()
-        limits = [QUEUES[name].limit for name in _above(ask.queue) if name in QUEUES]
+        limits = [QUEUES[name].limit for name in queues_above(ask.queue) if name in QUEUES]
         inside = all(limit is None or least.gpus <= limit.gpus for limit in limits)
         if not ask.preemptible:  # what is guaranteed to others is not for it
             inside = inside and _firm_room(ask.queue) >= least.gpus
@@ -407,17 +253,10 @@ class World:
         return inside and self.feasible[ask.gang]
 
 
-def _above(queue: str) -> list[str]:
-    path = [queue]
-    while path[-1] in QUEUES and QUEUES[path[-1]].parent:
-        path.append(QUEUES[path[-1]].parent)
-    return path
-
-
 def _firm_room(queue: str) -> int:
     """GPUs that no sibling of the queue or of those above it is guaranteed."""
     room = 68
-    for name in reversed(_above(queue)):
+    for name in reversed(queues_above(queue)):
         parent = QUEUES[name].parent if name in QUEUES else ""
         own = QUEUES[name].guaranteed.gpus if name in QUEUES else 0
         others = sum(q.guaranteed.gpus for q in QUEUES.values() if q.parent == parent and q.name != name)

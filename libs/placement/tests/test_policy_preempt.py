@@ -228,7 +228,7 @@ def _crowded(rng: random.Random) -> Yard:
 
 def test_victims_are_found_whenever_a_set_exists_cost_little_more_and_none_is_superfluous() -> None:
     rng, costs = random.Random(11), []
-    for _ in range(150):
+    for _ in range(90):
         yard = _crowded(rng)
         ask = yard.submit("beneficiary", rng.choice(_GANGS), priority=1)
         before, lives = yard.room.copy(), dict(yard.live)
@@ -245,7 +245,7 @@ def test_victims_are_found_whenever_a_set_exists_cost_little_more_and_none_is_su
             trial = before.copy()
             trial.release_all(set(action.victims) - {victim})
             assert not isinstance(find_place(trial, ask.gang), Assignment)
-    assert len(costs) > 50
+    assert len(costs) > 30
     assert all(best <= found for found, best in costs)
     assert sum(found for found, _ in costs) <= 1.02 * sum(best for _, best in costs)
 

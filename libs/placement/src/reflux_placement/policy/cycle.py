@@ -9,14 +9,12 @@ The order of a cycle, and of the actions in its decision:
 4. Elastic jobs grow into room that nobody waits for; fragmentation is mended for the first ask that waits for that.
 """
 
-import math
 from dataclasses import replace
 
 from reflux_placement.gang import Assignment, GangDemand
 from reflux_placement.place.misfit import Misfit
-from reflux_placement.policy.backfill import expected_end, reserve
 from reflux_placement.policy.books import Books, Delays
-from reflux_placement.policy.claims import Standing, fits_on, stand
+from reflux_placement.policy.claims import fits_on
 from reflux_placement.policy.config import PolicyConfig
 from reflux_placement.policy.elastic import grow
 from reflux_placement.policy.fairshare import in_order
@@ -25,13 +23,12 @@ from reflux_placement.policy.locality import held_together
 from reflux_placement.policy.makeroom import RoomMaker, at_least
 from reflux_placement.policy.quota import NOTHING_PROMISED, Excess, Promised, Row
 from reflux_placement.policy.reasons import Reasons
+from reflux_placement.policy.reservations import Reserver
 from reflux_placement.policy.spares import replace_lost
 from reflux_placement.policy.view import Ask, Claim, Decision, Replace, Requeue, View
 from reflux_placement.topology import Resources
 
 DEFAULT_CONFIG = PolicyConfig()
-MAX_OLDEST = 4
-"""Asks that waited too long and are tried for a reservation; those in front may not fit at all."""
 
 
 def decide(view: View, config: PolicyConfig = DEFAULT_CONFIG) -> Decision:
@@ -55,12 +52,10 @@ class _Cycle:
         self._books = Books(view)
         self._maker = RoomMaker(self._books, config)
         self._reasons = Reasons(self._books, explain=config.explain)
+        self._reserver = Reserver(self._books, config, self._reasons)
         self._blocked: dict[str, int] = {}
         self._waiting: list[Ask] = []
         """Asks that wait for room, in order."""
-
-        self._never: set[tuple[GangDemand, tuple[str, ...]]] = set()
-        """Do not fit beside these reservations when every live job has left either."""
 
         self._starved: list[tuple[Ask, Row]] = []
         """Asks that waited too long for quota: what comes free below the limit is theirs first."""
@@ -79,7 +74,7 @@ class _Cycle:
         pending = [ask for ask in view.pending if not self._settled(ask)]
         for ask in in_order(pending, books.ledger, blocked=self._blocked.__contains__ if by_area else None):
             self._consider(ask)
-        self._reserve_for_oldest()
+        self._reserver.reserve_for_oldest(self._waiting)
         if not (self._config.defragmentation and self._defragment()) and self._config.growing:
             self._grow()
         return Decision(tuple(books.actions), self._reasons.waits, books.claims())
@@ -128,8 +123,8 @@ class _Cycle:
                 books.withhold(standing)
                 self._reasons.being_freed(standing)
         for standing in old:
-            if not standing.claim.evicting:
-                self._keep_reservation(standing)
+            if not standing.claim.evicting and not self._excess(standing.ask, at_least(standing.ask.gang)):
+                self._reserver.keep(standing)
 
     def _leaving(self, claim: Claim) -> None:
         """Victims that still hold room were told to go, even if their beneficiary is gone by now."""
@@ -140,17 +135,6 @@ class _Cycle:
             elif job in books.live and job not in books.leaving:
                 books.leaving.add(job)
                 books.recount(job, None)
-
-    def _keep_reservation(self, standing: Standing) -> None:
-        """It stays as long as its time has not passed: whoever was promised room is not overtaken again and again.
-        After `patience_seconds` it stays in any case."""
-        books, claim, ask = self._books, standing.claim, standing.ask
-        late = books.now > claim.due_at and books.now - ask.submitted_at <= self._config.patience_seconds
-        if late or self._excess(ask, at_least(ask.gang)) or not books.can_hold(standing):
-            return
-        ends = [expected_end(books.live[job], books.now) for job in claim.after if job in books.live]
-        claim = replace(claim, due_at=max([books.now, *ends]))
-        books.reserved[ask.job] = replace(standing, claim=claim)
 
     # --- one ask ---
 
@@ -167,7 +151,7 @@ class _Cycle:
             return
         found = self._books.find(ask, gang)
         if not isinstance(found, Assignment):
-            found = self._reserved_place(ask) or found
+            found = self._reserver.place(ask) or found
         if isinstance(found, Assignment):
             backfilled = bool(self._waiting)
             self._books.start(ask, found, self._reasons.start(found, backfilled), backfilled=backfilled)
@@ -205,15 +189,8 @@ class _Cycle:
         self._reasons.quota(ask, excess)
         ledger, amount = self._books.ledger, gang.total().row
         in_use = any(any(each.over) for each in excess)
-        if in_use and self._overdue(ask) and ledger.could_ever(ask.queue, amount):
+        if in_use and self._reserver.overdue(ask) and ledger.could_ever(ask.queue, amount):
             self._starved.append((ask, amount))
-
-    def _reserved_place(self, ask: Ask) -> Assignment | None:
-        """Its reserved room, if that is free: searches within a budget may miss what an earlier one found."""
-        standing = self._books.reserved.get(ask.job)
-        if standing is None or not fits_on(self._books.room, standing.nodes_K, standing.need_KR):
-            return None
-        return standing.claim.assignment
 
     def _block(self, ask: Ask, found: Misfit | Delays) -> None:
         if self._maker.make_room(ask, ()):
@@ -221,56 +198,8 @@ class _Cycle:
             return
         self._blocked[ask.queue] = self._blocked.get(ask.queue, 0) + 1
         self._waiting.append(ask)
-        self._reserve(ask)
+        self._reserver.reserve(ask)
         self._reasons.blocked(ask, found)
-
-    def _overdue(self, ask: Ask) -> bool:
-        return self._books.now - ask.submitted_at > self._config.patience_seconds
-
-    def _reserve(self, ask: Ask) -> None:
-        """A reservation while there are slots; one of lower priority makes way. One overdue ask needs no slot."""
-        reserved = list(self._books.reserved.values())
-        if not self._config.reservations or ask.job in self._books.reserved:
-            return
-        overdue = any(self._overdue(each.ask) for each in reserved)
-        if len(reserved) - overdue >= self._config.reservations:
-            weakest = min(reserved, key=lambda each: (each.ask.priority, -each.ask.number))
-            if weakest.ask.priority >= ask.priority:
-                return
-            reserved.remove(weakest)
-        self._reserve_beside(ask, reserved)
-
-    def _reserve_for_oldest(self) -> None:
-        """The oldest ask that waited too long has a reservation, however small the shares of other queues are, before
-        others of its priority."""
-        books = self._books
-        overdue = [ask for ask in self._waiting if self._overdue(ask)] if self._config.reservations else []
-        for ask in sorted(overdue, key=lambda ask: (-ask.priority, ask.number))[:MAX_OLDEST]:
-            above = [each for each in books.reserved.values() if each.ask.priority > ask.priority]
-            if ask.job in books.reserved or self._reserve_beside(ask, above):
-                return
-
-    def _reserve_beside(self, ask: Ask, kept: list[Standing]) -> bool:
-        """Reserves around the reservations `kept`; others stay if they can do without the same nodes."""
-        books = self._books
-        key = (ask.gang, tuple(each.job for each in kept))
-        if key in self._never:
-            return False
-        free = books.room.free_NR.clip(min=0).sum(axis=0).tolist()
-        smallest = replace(ask, gang=at_least(ask.gang))
-        out_of_reach = books.kept(kept)
-        result = reserve(books.drain(), smallest, books.now, free, out_of_reach)
-        if isinstance(result, Misfit):
-            self._never.add(key)
-            if not out_of_reach:
-                self._reasons.never(ask.gang, result)
-            return False
-        for each in [each for each in books.reserved.values() if each not in kept]:
-            if each.touches(result.nodes_K) or len(books.reserved) > self._config.reservations:
-                del books.reserved[each.job]
-        tried_at = max((claim.tried_at for claim in books.old_claims if claim.job == ask.job), default=-math.inf)
-        books.reserved[ask.job] = stand(replace(result.claim, tried_at=tried_at), ask)
-        return True
 
     # --- what is left ---
 
