@@ -78,6 +78,13 @@ def test_down_beats_draining_beats_flapping() -> None:
     assert state_of(drain(drain(health, True), False), now) == "flapping"
 
 
+def test_a_drain_counts_from_the_first_word_and_is_forgotten_with_it() -> None:
+    health = drain(drain(HEALTHY, True, 5.0), True, 9.0)
+    assert health.draining_since == 5.0
+    assert drain(health, False, 11.0) == HEALTHY
+    assert drain(drain(health, False, 11.0), True, 12.0).draining_since == 12.0
+
+
 def test_states_go_by_index_and_only_open_nodes_take_work() -> None:
     topology = build_topology("c", [Node(name, Resources(4), {"rack": "r"}) for name in "abcd"])
     dead = observe(HEALTHY, reachable=False, now=1.0)

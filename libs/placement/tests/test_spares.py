@@ -152,6 +152,19 @@ def test_a_draining_node_is_left_at_the_next_chance_and_never_costs_the_job() ->
     assert _ranks(full, "a") == [0, 1]
 
 
+def test_a_vacating_node_is_left_at_once_by_replacement_or_by_way_of_the_queue() -> None:
+    room = Room(_cluster(racks=1))
+    live = {"a": _run(room, "a", _gang(2), [0, 1])}
+    (action,) = replace_lost(room, live, {1: "vacating"}, frozenset())
+    assert isinstance(action, Replace)
+    assert action.why.startswith("has to leave ")
+    assert _ranks(room, "a") == [0, 2]
+    full = Room(_cluster(racks=1, nodes=2))
+    (action,) = replace_lost(full, {"a": _run(full, "a", _gang(2), [0, 1])}, {1: "vacating"}, frozenset())
+    assert isinstance(action, Requeue)
+    assert action.why.startswith("has to leave ")
+
+
 def test_a_lost_node_is_replaced_even_if_a_draining_one_cannot_be() -> None:
     room = Room(_cluster(racks=1))
     live = {"a": _run(room, "a", _gang(3), [0, 1, 2])}
@@ -307,7 +320,7 @@ def _check_replacement(seed: int) -> None:
         if isinstance(found, Assignment):
             live[f"j{index}"] = _run(room, f"j{index}", gang, found.nodes["w"].tolist(), movable=rng.random() < 0.5)
     states: dict[int, NodeState] = {
-        node: rng.choice(["down", "down", "draining", "flapping"])
+        node: rng.choice(["down", "vacating", "draining", "flapping"])
         for node in range(topology.num_nodes)
         if rng.random() < 0.25
     }
@@ -328,7 +341,7 @@ def _check_job(
     states: dict[int, NodeState],
     spares: frozenset[int],
 ) -> None:
-    down = {node for node, state in states.items() if state == "down"}
+    down = {node for node, state in states.items() if state in ("down", "vacating")}
     was = old.assignment.nodes["w"].tolist()
     if isinstance(action, Requeue):
         assert job not in room.holdings

@@ -91,7 +91,6 @@ class World(ABC):
             '[cluster]\nname = "world"\n'
             f'[node_types.node]\ngpus = {self.gpus}\ncpus = 4\nmemory = "8GiB"\n'
             f'[[block]]\nname = "block"\n{racks}{held_back}'
-           
         )
         self.stack.start_scheduler(**FAST, **self.settings())
 

@@ -16,6 +16,7 @@ from reflux_kit.errors import StartupError
 from reflux_kit.redis import open_redis
 from reflux_kit.server import Bound, Mount, Service, serve
 from reflux_kit.settings import ServiceSettings, prefix
+from reflux_placement.policy.cycle import DEFAULT_CONFIG
 from reflux_placement.sources.toml import Cluster, TopologyFileError, read_cluster
 from reflux_scheduler.backends import BACKENDS, BackendName
 from reflux_scheduler.backends.base import AgentLaunch, Backend, BackendAway
@@ -59,6 +60,13 @@ class SchedulerSettings(ServiceSettings):
 
     start_seconds: float = Field(default=600.0, gt=0)
     """A gang whose room was given runs within this time, or it is tried again elsewhere."""
+
+    move_loss_seconds: float = Field(default=600.0, ge=0)
+    """A job is moved (to mend fragmentation, or off a draining node) only this soon after a checkpoint: most work that
+    a move may lose."""
+
+    node_drain_seconds: float = Field(default=3600.0, ge=0)
+    """What has not left a draining node after this long leaves it all the same, whatever it loses; 0 is at once."""
 
     poll_seconds: float = Field(default=2.0, gt=0)
     """How often the cluster is asked about grants and nodes."""
@@ -123,9 +131,13 @@ async def _plan(settings: SchedulerSettings, backend: Backend) -> Plan:
         queues, config = read_queues(Path(settings.queues)) if settings.queues else (default_queues(), None)
     except ConfigurationError as error:
         raise StartupError(str(error)) from None
-    rules = Rules(queues=queues, shared_agents=backend.shared_agents)
-    if config is not None:
-        rules = Rules(queues=queues, config=config, shared_agents=backend.shared_agents)
+    rules = Rules(
+        queues=queues,
+        config=config or DEFAULT_CONFIG,
+        move_loss_seconds=settings.move_loss_seconds,
+        node_drain_seconds=settings.node_drain_seconds,
+        shared_agents=backend.shared_agents,
+    )
     return Plan(
         topology=cluster.topology,
         spares=cluster.spares,

@@ -90,6 +90,18 @@ class Nodes:
         open_N[list(self.closed)] = False
         return open_N
 
+    def for_policy(self, now: float, drain_seconds: float) -> dict[int, NodeState]:
+        """Nodes that are not up, by index; those that drain for longer than `drain_seconds` are left now."""
+        overdue = {
+            self._topology.index_of(name)
+            for name, health in self._health.items()
+            if health.draining and now - health.draining_since >= drain_seconds
+        }
+        return {
+            index: "vacating" if state == "draining" and index in overdue else state
+            for index, state in self.states.items()
+        }
+
     def state(self, node: str) -> tuple[NodeState, str]:
         """A node's state and why it is not up."""
         state = self.states.get(self._topology.index_of(node), "up")
@@ -112,7 +124,7 @@ class Nodes:
     def unsaved(self) -> dict[str, dict[str, bool | int | float]]:
         """Health that changed since the last call, in plain form."""
         nodes, self._unsaved = self._unsaved, set()
-        return {node: self._health[node].to_plain() for node in nodes}
+        return {node: self._health.get(node, HEALTHY).to_plain() for node in nodes}
 
     def _seen(self, index: int, name: str, condition: NodeCondition, now: float) -> NodeState:
         reachable = condition.state != "down"
@@ -123,8 +135,9 @@ class Nodes:
             # A first look is no failure: the node may never have been up.
             health = NodeHealth(reachable=reachable, at=now)
         after = damping.observe(health, reachable=reachable, now=now)
-        after = damping.drain(after, name in self.drains or condition.state == "draining")
-        if after.failures != health.failures or after.reachable != health.reachable:
+        after = damping.drain(after, name in self.drains or condition.state == "draining", now)
+        told = (health.failures, health.reachable, health.draining)
+        if (after.failures, after.reachable, after.draining) != told:
             self._unsaved.add(name)
         if after.reachable and not health.reachable:
             self._returned.add(index)

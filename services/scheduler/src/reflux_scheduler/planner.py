@@ -38,9 +38,6 @@ log = logging.getLogger(__name__)
 _FEW, _SHORT_SECONDS = 8, 0.02
 """So few pending jobs are decided at once while the cycle before took no longer: handing a thread over costs more."""
 
-MOVABLE_SECONDS = 60.0
-"""A checkpoint counts as at hand for this long: a migration loses at most that much work."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
@@ -48,6 +45,13 @@ class Rules:
 
     queues: Mapping[str, Queue]
     config: PolicyConfig = DEFAULT_CONFIG
+    move_loss_seconds: float = 600.0
+    """A job may be moved (migration, leaving a draining node) for this long after its checkpoint: it loses at most that
+    much work. A job with rarer checkpoints moves right after one."""
+
+    node_drain_seconds: float = 3600.0
+    """What has not left a draining node after this long leaves it all the same; 0 is at once."""
+
     shared_agents: bool = True
     """Rooms need no asking (backend `local`); elsewhere a gang never shrinks below what its first grant holds."""
 
@@ -86,7 +90,7 @@ class Planner:
             pending=[_ask(job, job.spec.demand()) for job in pending],
             live=dict(self._lives),
             queues=self._rules.queues,
-            nodes=self._nodes.states,
+            nodes=self._nodes.for_policy(now, self._rules.node_drain_seconds),
             spares=self._nodes.spares,
             claims=self._claims.current(self._ledger.topology),
             now=now,
@@ -280,7 +284,7 @@ class Planner:
             ),
             started_at=started,
             saved_at=max(started, job.saved_at),
-            movable=settled_here and job.saved_at > started and now - job.saved_at <= MOVABLE_SECONDS,
+            movable=settled_here and job.saved_at > started and now - job.saved_at <= self._rules.move_loss_seconds,
         )
 
 

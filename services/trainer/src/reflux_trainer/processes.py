@@ -116,7 +116,7 @@ class RunProcesses:
             await asyncio.sleep(_RECONNECT_SECONDS)
 
     async def saved(self) -> None:
-        """Tells the scheduler that a checkpoint is committed, so that a move or a preemption costs only what came after.
+        """Tells the scheduler that a checkpoint is committed, so that a move or a preemption costs only later work.
 
         Best effort within a few seconds: the next checkpoint tells it again. A failure is logged once, until it works.
         """

@@ -68,6 +68,9 @@ class NodeHealth:
 
     reachable: bool = True
     draining: bool = False
+    draining_since: float = 0.0
+    """When the operator's word came; 0 when it was taken back."""
+
     suppressed: bool = False
     penalty: float = 0.0
     """As of `at`."""
@@ -116,9 +119,12 @@ def observe(
     return replace(health, reachable=reachable)
 
 
-def drain(health: NodeHealth, draining: bool) -> NodeHealth:
-    """An operator's word: no new work, and what runs there moves at its next checkpoint (`spares.replace_lost`)."""
-    return replace(health, draining=draining)
+def drain(health: NodeHealth, draining: bool, now: float = 0.0) -> NodeHealth:
+    """An operator's word at `now`: no new work, and what runs there moves at its next checkpoint
+    (`spares.replace_lost`). How long that is waited for is the caller's: see `draining_since`."""
+    if draining == health.draining:
+        return health
+    return replace(health, draining=draining, draining_since=now if draining else 0.0)
 
 
 def state_of(health: NodeHealth, now: float, damping: Damping = DEFAULT_DAMPING) -> NodeState:

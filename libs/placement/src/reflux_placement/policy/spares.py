@@ -90,30 +90,60 @@ def _wanted(domain_N: list[int], named: set[int], rule: SpareRule) -> dict[int, 
 def replace_lost(
     room: Room, live: Mapping[str, Live], states: Mapping[int, NodeState], spares: frozenset[int]
 ) -> list[Replace | Requeue]:
-    """Moves members off nodes that are down, and off draining ones where the job may move now. Books on `room`.
+    """Moves members off nodes that are down or vacating, and off draining ones where the job may move now. Books on
+    `room`.
 
     - All lost members of a job are replaced together, the others keep rank and node.
     - A job that only sits on draining nodes moves when `Live.movable` and a replacement exists; otherwise it stays as
-      it is and is asked again in the next cycle. It is never stopped for a drain.
+      it is and is asked again in the next cycle. It is never stopped for a drain; a vacating node counts as lost.
     - An elastic gang for which nothing is left goes on smaller, down to its minimum: its highest ranks make room.
     - Otherwise `Requeue` says what is missing. No action ever carries an empty assignment.
 
     Jobs go by priority, then by order of submission; only those in `live` (others are stopping). Nodes in `states` are
     closed in `room.open_N`.
     """
-    down = frozenset(node for node, state in states.items() if state == "down")
-    draining = frozenset(node for node, state in states.items() if state == "draining")
+    sick = _Sick(
+        *(frozenset(node for node in states if states[node] == word) for word in ("down", "vacating", "draining"))
+    )
     room.open_N[[*states, *spares]] = False
     spares = frozenset(spares - states.keys())
     sick_N = np.zeros(room.topology.num_nodes, dtype=bool)
-    sick_N[[*down, *draining]] = True
+    sick_N[[*sick.dead, *sick.draining]] = True
     hurt = [job for job, holding in room.holdings.items() if job in live and sick_N[holding.node_M].any()]
     actions: list[Replace | Requeue] = []
     for job in sorted(hurt, key=lambda name: _order(live, name)):
-        action = _replace_job(room, live.get(job), job, down, draining, spares)
+        action = _replace_job(room, live.get(job), job, sick, spares)
         if action is not None:
             actions.append(action)
     return actions
+
+
+@dataclass(frozen=True, slots=True)
+class _Sick:
+    """Nodes that are or may be left."""
+
+    down: frozenset[int]
+    vacating: frozenset[int]
+    draining: frozenset[int]
+
+    @property
+    def dead(self) -> frozenset[int]:
+        """Left whatever it costs."""
+        return self.down | self.vacating
+
+    def left(self, nodes: frozenset[int]) -> "_Left":
+        """Nodes of a job that it leaves."""
+        return _Left(nodes, "lost" if nodes & self.down else "has to leave")
+
+
+@dataclass(frozen=True, slots=True)
+class _Left:
+    nodes: frozenset[int]
+    verb: str
+
+
+def _departure(room: Room, left: _Left) -> str:
+    return f"{left.verb} {_names(room.topology, left.nodes)}"
 
 
 def _order(live: Mapping[str, Live], job: str) -> tuple[int, int, str]:
@@ -122,13 +152,13 @@ def _order(live: Mapping[str, Live], job: str) -> tuple[int, int, str]:
 
 
 def _replace_job(
-    room: Room, live: Live | None, job: str, down: frozenset[int], draining: frozenset[int], spares: frozenset[int]
+    room: Room, live: Live | None, job: str, sick: _Sick, spares: frozenset[int]
 ) -> Replace | Requeue | None:
     holding = room.holdings[job]
     held = frozenset(holding.node_M.tolist())
-    dead = held & down
+    dead = held & sick.dead
     may_move = bool(dead) or (live is not None and live.movable)
-    wishes = [dead | (held & draining)] if may_move else []
+    wishes = [dead | (held & sick.draining)] if may_move else []
     if dead and dead != wishes[0]:
         wishes.append(dead)
     room.release(job)
@@ -136,7 +166,7 @@ def _replace_job(
     for lost in wishes:
         found = _somewhere(room, holding, lost, spares)
         if isinstance(found, Assignment):
-            return _replaced(room, job, holding, found, lost, spares)
+            return _replaced(room, job, holding, found, sick.left(lost), spares)
         misfit = found
     if not dead:
         room.restore(job, holding)
@@ -144,9 +174,9 @@ def _replace_job(
     assert misfit is not None
     found = _with_whole_segments(room, holding, dead, spares) or _smaller(room, holding, dead, spares)
     if found is not None:
-        return _replaced(room, job, holding, found, dead, spares)
-    names = _names(room.topology, dead)
-    return Requeue(job, f"lost {names} and there is no replacement that keeps its constraints: {misfit.sentence}")
+        return _replaced(room, job, holding, found, sick.left(dead), spares)
+    why = _departure(room, sick.left(dead))
+    return Requeue(job, f"{why} and there is no replacement that keeps its constraints: {misfit.sentence}")
 
 
 def _somewhere(room: Room, holding: Holding, lost: frozenset[int], spares: frozenset[int]) -> Assignment | Misfit:
@@ -242,17 +272,15 @@ def _extend(
     return extend(room, gang, kept, counts, extra_nodes=spares)
 
 
-def _replaced(
-    room: Room, job: str, before: Holding, after: Assignment, lost: frozenset[int], spares: frozenset[int]
-) -> Replace:
+def _replaced(room: Room, job: str, before: Holding, after: Assignment, left: _Left, spares: frozenset[int]) -> Replace:
     room.take(job, before.demand, after, keep=before)
     used = tuple(sorted(spares & frozenset(after.used_nodes().tolist())))
     fewer = before.assignment.num_members - after.num_members
-    why = f"lost {_names(room.topology, lost)}"
+    why = _departure(room, left)
     why += f"; took over: {_names(room.topology, frozenset(_new_nodes(before.assignment, after)))}"
     why += f", of them spares: {_names(room.topology, frozenset(used))}" if used else ""
     why += f"; goes on with {fewer} members fewer" if fewer else ""
-    return Replace(job, after, tuple(sorted(lost)), used, why)
+    return Replace(job, after, tuple(sorted(left.nodes)), used, why)
 
 
 def _new_nodes(before: Assignment, after: Assignment) -> set[int]:

@@ -88,7 +88,8 @@ class Claim:
     """When a migration for this job was last looked for in vain."""
 
 
-NodeState = Literal["up", "draining", "down", "flapping"]
+NodeState = Literal["up", "draining", "vacating", "down", "flapping"]
+"""A draining node is left at the next checkpoint of whoever is there; a vacating one at once, saved or not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
