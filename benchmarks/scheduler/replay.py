@@ -5,7 +5,7 @@ under FIFO first-fit, Kueue's BestFit and Slurm's block plugin, each with EASY b
 seeds. A ratio is ours / the least of the rivals' for that seed; the figure is the median over seeds. Also written as a
 table with the least and the largest. `replay_s` is the slowest whole replay under our policy. The last line is JSON.
 
-    python benchmarks/scheduler/replay.py [--traces FOLDER] [--seeds 5] [--sizes log2]
+    python benchmarks/scheduler/replay.py [--traces FOLDER] [--seeds 3] [--sizes log2]
 """
 
 import argparse
@@ -29,7 +29,7 @@ from reflux_placement.simulate.policies import OURS, RIVALS, chosen
 TASKS, NODES = "openb_pod_list_default.csv", "openb_node_list_gpu_node.csv"
 TRACES = Path(__file__).resolve().parents[3] / "shared" / "data" / "traces"
 RESTART_SECONDS = 60.0
-SEEDS = 5
+SEEDS = 3
 
 
 @dataclass(frozen=True)
