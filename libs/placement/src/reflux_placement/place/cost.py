@@ -187,21 +187,20 @@ def cost_of_nodes(
     free_gpus_N: Ints,
     prices: Prices,
     weights: Weights = DEFAULT_WEIGHTS,
+    running: Ints | None = None,
 ) -> Cost:
-    """The same for roles that are placed so far; the others are left out. `free_gpus_N` is before the placement."""
+    """The same for roles placed so far. `free_gpus_N` is before the placement, `running` its `running_sums` if at hand."""
     roles = tuple(demand for demand in gang.roles if len(nodes.get(demand.role, ())))
     if not roles:
         return Cost(0.0, 0.0)
-    names = {demand.role for demand in roles}
-    relations = tuple(r for r in gang.relations if r.role in names and r.near in names)
+    relations = tuple(r for r in gang.relations if len(nodes.get(r.role, ())) and len(nodes.get(r.near, ())))
     ranks = [nodes[demand.role] for demand in roles]
     counts = tuple(len(each) for each in ranks)
     flows = flows_of(topology, roles, relations, counts, weights)
     used_U, count_RU = members_by_node(ranks)
     gpus_RU = count_RU * np.array([[demand.each.gpus] for demand in roles])
     num_R = np.array(counts, dtype=np.float64)
-    traffic = float(flows.bytes_RR.sum()) * prices.fast_seconds
-    fragmentation = 0.0
+    traffic, fragmentation = float(flows.bytes_RR.sum()) * prices.fast_seconds, 0.0
     taken = int(gpus_RU.sum())
     for level in range(len(tree.layers) - 1):
         if not (prices.apart[level] or prices.fragment[level] or (flows.spread_R == level).any()):
@@ -215,18 +214,22 @@ def cost_of_nodes(
         spread = np.flatnonzero(flows.spread_R == level)
         traffic += weights.spread_seconds * float(same_RR[spread, spread].sum())
         if prices.fragment[level]:
-            fragmentation += prices.fragment[level] * (_free_in(free_gpus_N, layer, part_U[first_D]) - taken)
-    for relation in relations:
-        if relation.level and not relation.required:
-            traffic += weights.apart_seconds * share_apart(topology, tree, relation, nodes)
+            fragmentation += prices.fragment[level] * (_free_in(free_gpus_N, running, layer, part_U[first_D]) - taken)
+    soft = [relation for relation in relations if relation.level and not relation.required]
+    traffic += weights.apart_seconds * sum(share_apart(topology, tree, relation, nodes) for relation in soft)
     return Cost(traffic, fragmentation)
 
 
-def _free_in(free_gpus_N: Ints, layer: Layer, parts_D: Ints) -> int:
+def running_sums(values_N: Ints) -> Ints:
+    """Sums of the first 0, 1, ..., N values."""
+    return np.concatenate(([0], np.cumsum(values_N)))
+
+
+def _free_in(free_gpus_N: Ints, running: Ints | None, layer: Layer, parts_D: Ints) -> int:
     """Free GPUs of some parts together."""
     if len(layer.first_child_P) == 0:
         return int(free_gpus_N[parts_D].sum())
-    running = np.concatenate(([0], np.cumsum(free_gpus_N)))
+    running = running_sums(free_gpus_N) if running is None else running
     return int((running[layer.stops_P[parts_D]] - running[layer.starts_P[parts_D]]).sum())
 
 

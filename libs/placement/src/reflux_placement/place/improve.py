@@ -4,24 +4,32 @@ The moves that promise most are priced first and the first improvement is taken;
 disturbed by a few moves of a fixed pseudo-random sequence and improved again.
 """
 
+import itertools
 import math
 import random
+from collections.abc import Iterator
 
 import numpy as np
 
+from reflux_placement.place.cells import Counts, Kept
 from reflux_placement.place.check import constraint_broken
 from reflux_placement.place.moves import Move, Moves
 from reflux_placement.place.pack import Question
-from reflux_placement.place.yard import Counts, Kept, Yard
+from reflux_placement.place.yard import Yard
 from reflux_placement.topology import Ints
 
 MAX_CELLS = 12
-KICKS = 3
-PATIENCE = 16
+MAX_REPAIRS = 8
+"""Moves of one round that break a relation and are mended by a move of a bound role."""
+
+REPAIR_CHOICES = 6
+KICKS = 4
+PATIENCE = 32
 """Disturbances in a row without a gain after which the search ends."""
 
+RANKED_MOVES = 160
 TRIED_MOVES = 24
-"""Moves of one round that are priced before the counts pass for a local best."""
+"""Moves of one round that are priced before the counts pass for a local best; the others break some demand."""
 
 TINY = 1e-12
 
@@ -85,10 +93,10 @@ def _cells(question: Question, free_NR: Ints, starts: list[dict[str, Ints]]) -> 
 
 class _Search:
     def __init__(self, yard: Yard, steps: int) -> None:
-        self._yard, self._left = yard, steps
+        self._yard, self._steps, self._rounds = yard, steps, 0
         self._random = random.Random(0)
         self._bound = self._components()
-        self._moves = Moves(yard, self._bound, TRIED_MOVES)
+        self._moves = Moves(yard, self._bound, RANKED_MOVES)
         self._seen: dict[Counts, float] = {}
 
     def _components(self) -> list[dict[int, int]]:
@@ -111,31 +119,65 @@ class _Search:
         """The price of counts, looked at once."""
         known = self._seen.get(counts)
         if known is None:
-            self._left -= 1
             known = self._seen[counts] = self._yard.price(counts)
         return known
+
+    @property
+    def _spent(self) -> bool:
+        """Whether no step is left: prices, cells packed for them, and rankings of moves together."""
+        return len(self._seen) + self._rounds + self._yard.work + self._moves.work > self._steps
 
     def descend(self, counts: Counts, price: float) -> tuple[float, Counts]:
         """Improves until none of the promising moves helps or no step is left."""
         better = True
-        while better and self._left > 0:
+        while better and not self._spent:
             better = False
-            for move in self._moves.ranked(counts):
-                trial = _moved(counts, move)
-                found = self.price(trial) if trial is not None else math.inf
-                if trial is not None and found < price - TINY:
+            for trial in self._trials(counts):
+                found = self.price(trial)
+                if found < price - TINY:
                     counts, price, better = trial, found, True
                     break
-                if self._left <= 0:
+                if self._spent:
                     break
         return price, counts
+
+    def _trials(self, counts: Counts) -> Iterator[Counts]:
+        """Counts after the moves that promise most, those that break a relation mended."""
+        tried, repairs = 0, MAX_REPAIRS
+        for move in self._moves.ranked(counts):
+            trial = _moved(counts, move)
+            if trial is None:
+                continue
+            if self._yard.allows(trial):
+                tried += 1
+                yield trial
+            elif repairs:
+                repairs -= 1
+                yield from itertools.islice(self._repaired(trial, move), REPAIR_CHOICES)
+            if tried == TRIED_MOVES:
+                return
+
+    def _repaired(self, counts: Counts, move: Move) -> Iterator[Counts]:
+        """Counts that broke a relation, after a move of a bound role that mends it."""
+        moved = {role for role, *_ in move}
+        for shares in self._bound:
+            if moved & shares.keys():
+                for role in shares.keys() - moved:
+                    unit = self._yard.unit(self._yard.plans[role])
+                    for a, held in enumerate(counts[role]):
+                        for b in range(len(counts[role])):
+                            sizes = {unit, shares[role] * move[0][3] // shares.get(move[0][0], 1)} if a != b else ()
+                            for members in sorted(sizes):
+                                trial = _moved(counts, ((role, a, b, members),)) if 0 < members <= held else None
+                                if trial is not None and self._yard.allows(trial):
+                                    yield trial
 
     def disturb(self, best: tuple[float, Counts]) -> tuple[float, Counts]:
         """Restarts from disturbed counts while steps are left."""
         failures = 0
-        while self._left > 0 and failures < PATIENCE:
+        while not self._spent and failures < PATIENCE:
             counts, price = best[1], best[0]
-            self._left -= 1
+            self._rounds += 1
             for _ in range(KICKS):
                 trial = self._kicked(counts)
                 if self.price(trial) < math.inf:
@@ -149,7 +191,7 @@ class _Search:
         """The counts after one random move."""
         role = self._random.randrange(len(counts))
         a = self._random.choice([cell for cell, held in enumerate(counts[role]) if held])
-        b = self._random.randrange(len(self._yard.cells))
+        b = self._random.randrange(len(self._yard.cells.parts))
         unit, held = self._yard.unit(self._yard.plans[role]), counts[role][a]
         members = self._random.choice([held, min(unit, held)])
         shares = next((each for each in self._bound if role in each), {role: members})

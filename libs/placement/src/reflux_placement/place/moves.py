@@ -9,12 +9,19 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from reflux_placement.place.cells import Counts
 from reflux_placement.place.cost import Floats
-from reflux_placement.place.yard import Counts, Yard
+from reflux_placement.place.yard import Yard
 from reflux_placement.topology import Ints
 
 Move = tuple[tuple[int, int, int, int], ...]
 """(role, from cell, to cell, members), all at once."""
+
+EXCHANGED = ((0, 0), (0, 2), (2, 0), (2, 2), (2, 3))
+"""Which sizes are exchanged for each other: 0 all, 2 a unit, 3 as many as one large member weighs."""
+
+PAIRS_PER_STEP = 150
+"""Estimating this many exchanges takes about as long as pricing counts once."""
 
 Ranked = list[tuple[float, Move]]
 
@@ -41,6 +48,10 @@ class Moves:
 
     def __init__(self, yard: Yard, bound: list[dict[int, int]], most: int) -> None:
         self._unit_R1 = np.array([yard.unit(plan) for plan in yard.plans])[:, None]
+        gpus_R = np.maximum([plan.demand.each.gpus for plan in yard.plans], 1)
+        equal_R = gpus_R.max() // gpus_R
+        # Nothing to add where that is one unit, and whole segments move on their own.
+        self._equal_R1 = np.where((equal_R > 1) & (self._unit_R1[:, 0] == 1), equal_R, 1 << 30)[:, None]
         self._bound, self._most = bound, most
         self._levels = [
             _Level(
@@ -55,6 +66,12 @@ class Moves:
             )
             for group_K, rate_RR, price, free_G in yard.rates
         ]
+        need_RC, free_KC = yard.room()
+        columns = need_RC.any(axis=0)
+        self._need_RC, self._free_KC = need_RC[:, columns], free_KC[:, columns]
+        self.work = 0.0
+        """Steps spent on ranking so far."""
+
         self._known: dict[Counts, list[Move]] = {}
 
     def ranked(self, counts: Counts) -> list[Move]:
@@ -63,17 +80,20 @@ class Moves:
         if known is not None:
             return known
         counts_RK = np.array(counts, dtype=np.int64)
+        self.work += counts_RK.size**2 / PAIRS_PER_STEP
         pulls = [(level.pull_RR @ (counts_RK @ level.member_GK.T))[:, level.group_K] for level in self._levels]
-        # Members to move per role and cell: all, half in whole units, one unit.
+        # Members to move per role and cell: all, half in whole units, one unit, as many as one large member weighs.
         half_RK = counts_RK // 2 // self._unit_R1 * self._unit_R1
-        sizes = [counts_RK, half_RK, np.minimum(self._unit_R1, counts_RK)]
+        equal_RK = np.where(counts_RK > self._equal_R1, self._equal_R1, 0)
+        sizes = [counts_RK, half_RK, np.minimum(self._unit_R1, counts_RK), equal_RK]
         changes = [self._change(size_RK, pulls) for size_RK in sizes]
+        left_KC = self._free_KC - counts_RK.T @ self._need_RC
         found: Ranked = []
         for size_RK, change in zip(sizes, changes, strict=True):
-            found += self._singles(counts_RK, size_RK, change)
-        for one in (0, 2):
-            for other in (0, 2):
-                found += self._exchanges(sizes[one], sizes[other], changes[one], changes[other])
+            found += self._singles(counts_RK, size_RK, change, left_KC)
+        for one, other in EXCHANGED:
+            found += self._exchanges((sizes[one], changes[one]), (sizes[other], changes[other]), left_KC)
+        found += self._gathers(counts_RK)
         found += self._bound_moves(counts_RK, pulls)
         found.sort(key=lambda each: each[0])
         best = list(dict.fromkeys(move for _, move in found))[: self._most]
@@ -91,7 +111,7 @@ class Moves:
         change[:, cells, cells] = np.inf
         return change
 
-    def _singles(self, counts_RK: Ints, size_RK: Ints, change: Floats) -> Ranked:
+    def _singles(self, counts_RK: Ints, size_RK: Ints, change: Floats, left_KC: Ints) -> Ranked:
         total_K = counts_RK.sum(axis=0)
         change = change.copy()
         for level in self._levels:
@@ -100,19 +120,53 @@ class Moves:
                 left_RK = (there_K == size_RK) * level.free_K
                 opened_K = (there_K == 0) * level.free_K
                 change += level.apart_KK * (opened_K - left_RK[:, :, None])
+        load_RKC = size_RK[:, :, None] * self._need_RC[:, None, :]
+        change[(load_RKC[:, :, None] > left_KC).any(axis=-1)] = np.inf
         return [(gain, ((role, a, b, int(size_RK[role, a])),)) for gain, (role, a, b) in _least(change, self._most)]
 
-    def _exchanges(self, mine_RK: Ints, theirs_RK: Ints, one: Floats, other: Floats) -> Ranked:
+    def _exchanges(self, mine: tuple[Ints, Floats], theirs: tuple[Ints, Floats], left_KC: Ints) -> Ranked:
+        """Members of one role from a to b, and of another one from b to a: sizes and changes of both."""
+        (mine_RK, one), (theirs_RK, other) = mine, theirs
         change = one[:, None] + other.transpose(0, 2, 1)[None]
         both = (mine_RK[:, None, :, None] * theirs_RK[None, :, None, :]).astype(np.float64)
         for level in self._levels:
             change -= 2 * level.rate_RR[:, :, None, None] * level.apart_KK * both
         roles = np.arange(len(mine_RK))
         change[roles, roles] = np.inf
+        mine_RKC = (mine_RK[:, :, None] * self._need_RC[:, None, :])[:, None, :, None]
+        theirs_RKC = (theirs_RK[:, :, None] * self._need_RC[:, None, :])[None, :, None, :]
+        more_C = mine_RKC - theirs_RKC
+        change[((more_C > left_KC[None, None, None]) | (-more_C > left_KC[None, None, :, None])).any(axis=-1)] = np.inf
         return [
             (gain, ((r, a, b, int(mine_RK[r, a])), (s, b, a, int(theirs_RK[s, b]))))
             for gain, (r, s, a, b) in _least(change, self._most)
         ]
+
+    def _gathers(self, counts_RK: Ints) -> Ranked:
+        """All members of a role into one cell."""
+        before = self._pairs(counts_RK)
+        left_KC = self._free_KC - counts_RK.T @ self._need_RC
+        found: Ranked = []
+        for role, row in enumerate(counts_RK):
+            used = np.flatnonzero(row)
+            for cell in range(len(row)) if len(used) > 1 else ():
+                if ((row.sum() - row[cell]) * self._need_RC[role] > left_KC[cell]).any():
+                    continue
+                trial_RK = counts_RK.copy()
+                trial_RK[role] = 0
+                trial_RK[role, cell] = row.sum()
+                move = tuple((role, int(a), cell, int(row[a])) for a in used if a != cell)
+                found.append((self._pairs(trial_RK) - before, move))
+        return [each for each in found if each[0] <= 0]
+
+    def _pairs(self, counts_RK: Ints) -> float:
+        """What the pairs of members cost, all levels."""
+        total = 0.0
+        for level in self._levels:
+            held_RG = counts_RK @ level.member_GK.T
+            # Every pair of two roles is there twice, a role with itself once doubled.
+            total += float((level.pull_RR * (held_RG @ held_RG.T)).sum()) / 2
+        return total
 
     def _bound_moves(self, counts_RK: Ints, pulls: list[Floats]) -> Ranked:
         """Roles that hard relations bind, one share or all shares of a cell together."""

@@ -12,7 +12,16 @@ import numpy as np
 from reflux_placement.gang import GangDemand, Relation
 from reflux_placement.place.capacity import copies_per_node, shape_of
 from reflux_placement.place.check import constraint_broken
-from reflux_placement.place.cost import DEFAULT_WEIGHTS, Prices, Weights, cost_of_nodes, flows_of, peers, prices_of
+from reflux_placement.place.cost import (
+    DEFAULT_WEIGHTS,
+    Prices,
+    Weights,
+    cost_of_nodes,
+    flows_of,
+    peers,
+    prices_of,
+    running_sums,
+)
 from reflux_placement.place.fill import Slice, keys_of
 from reflux_placement.place.role import RolePlan, fill_wants, place_alone, place_role, plan_of
 from reflux_placement.place.tree import Tree, tree_of
@@ -140,7 +149,37 @@ class Packer:
         self._question = question
         self._view = view
         self._free_NR = free_NR[view.first : view.last]
-        self._limits: dict[str, tuple[int, Ints]] = {}
+        self._free_gpus_N = np.maximum(free_NR[:, 0], 0)
+        self._running = running_sums(self._free_gpus_N)
+        self._limits = self._joint_limits()
+
+    def _joint_limits(self) -> dict[str, tuple[int, Ints]]:
+        """For roles that others must be beside: members per part such that the sums leave room for the followers."""
+        question, limits = self._question, {}
+        for plan in question.plans:
+            followers = [r for r in question.relations if r.near == plan.demand.role and r.level and r.required]
+            inside = [r for r in followers if question.topology.tightness(r.level) < self._view.top]
+            if not inside:
+                continue
+            level = min(question.topology.tightness(relation.level) for relation in inside)
+            together = np.array(plan.demand.each.row, dtype=np.float64)
+            for relation in inside:
+                follower = next(each for each in question.plans if each.demand.role == relation.role)
+                together += np.array(follower.demand.each.row) * (follower.count / plan.count)
+            layer = question.tree.layers[level]
+            low, high = self._view.bounds(level)
+            begin_P = layer.starts_P[low:high] - self._view.first
+            sums_PR = np.add.reduceat(np.maximum(self._free_NR, 0), begin_P, axis=0)
+            needed = together > 0
+            fits_P = np.full(high - low, plan.count, dtype=np.int64)
+            if needed.any():
+                # Followers are whole members: one more may fit than their mean share says.
+                ratio_P = (sums_PR[:, needed] / together[needed]).min(axis=1)
+                fits_P = np.minimum(fits_P, np.floor(ratio_P + 1).astype(np.int64))
+            limit_P = np.full(layer.num_parts, plan.count, dtype=np.int64)
+            limit_P[low:high] = fits_P
+            limits[plan.demand.role] = (level, limit_P)
+        return limits
 
     def pack(self) -> dict[str, Ints] | None:
         """Node index of every rank per role (indices of the topology), or None when no arrangement was found."""
@@ -223,15 +262,20 @@ class Packer:
     def _cheapest(self, plan: RolePlan, options: list[Ints], nodes: dict[str, Ints]) -> Ints:
         """The option with the lowest cost of all roles placed so far."""
         question = self._question
-        free_N = np.zeros(question.topology.num_nodes, dtype=np.int64)
-        free_N[self._view.first : self._view.last] = np.maximum(self._free_NR[:, 0], 0)
 
         def price(count_N: Ints) -> float:
             used = np.flatnonzero(count_N)
             ranks = np.repeat(used + self._view.first, count_N[used])
             trial = {**nodes, plan.demand.role: ranks}
             return cost_of_nodes(
-                question.topology, question.tree, question.gang, trial, free_N, question.prices, question.weights
+                question.topology,
+                question.tree,
+                question.gang,
+                trial,
+                self._free_gpus_N,
+                question.prices,
+                question.weights,
+                self._running,
             ).total
 
         return min(options, key=price)

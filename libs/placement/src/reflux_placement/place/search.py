@@ -29,12 +29,18 @@ class Limits:
     attempts: int = 8
     """Domains of one level in which a gang of several roles is packed before the next level is tried."""
 
+    successes: int = 4
+    """Packings of one level that are compared."""
+
+    wide_nodes: int = 1_024
+    """In a cluster of at most this many nodes wider levels are compared too, though a tighter one holds the gang."""
+
     exhaust_steps: int = 4_000
     """Steps of the complete search behind the packing; about 20 ms. A gang that needs more counts as a misfit."""
 
-    improve_steps: int = 150
-    """Arrangements that the local search prices, about 0.1 ms each, for gangs that span several of the tightest named
-    domains. 0 keeps the cheapest packing."""
+    improve_steps: int = 200
+    """Steps of the local search for gangs that span several of the tightest named domains, about 0.1 ms each. 0 keeps
+    the cheapest packing."""
 
     improve_members: int = 96
     """Largest gang that it looks at."""
@@ -173,13 +179,18 @@ def _search(question: Question, free_NR: Ints, limits: Limits) -> Nodes | None:
     found: list[tuple[float, Nodes]] = []
     budget = Budget(limits.exhaust_steps)
     for level in range(start, required + 1):
+        held = 0
         for inner in _candidates(question, view, free_NR, level, limits):
             nodes = Packer(question, inner, free_NR).pack()
             if nodes is None and not found and inner.last - inner.first <= limits.exhaust_nodes:
                 nodes = Exhaustive(question, inner, free_NR, budget).first()
             if nodes is not None:
                 found.append((_price(question, free_NR, nodes), nodes))
-        if found and (gang.preferred_level or level <= question.prices.fast):
+                held += 1
+            if held == limits.successes:
+                break
+        narrow = gang.preferred_level or level <= question.prices.fast or topology.num_nodes > limits.wide_nodes
+        if found and narrow and not any(level <= plan.spread < required for plan in question.plans):
             break
     if not found:
         return None
@@ -236,9 +247,19 @@ def _candidates(question: Question, view: Slice, free_NR: Ints, level: int, limi
         inside = layer.part_N[tree.layers[role_level].starts_P[held]]
         fits_P &= np.isin(np.arange(layer.num_parts), inside)
     found = np.flatnonzero(fits_P)
-    order = np.lexsort([found, sums[2][found], sums[1][found], sums[0][found]])
+    order = np.lexsort([found, *_room_above(question, free_NR, level, found), sums[1][found], sums[0][found]])
     for part in found[order][: limits.attempts].tolist():
         yield Slice(tree, level, int(layer.starts_P[part]), int(layer.stops_P[part]))
+
+
+def _room_above(question: Question, free_NR: Ints, level: int, found: Ints) -> list[Ints]:
+    """Free GPUs of the domains above some parts, the widest first: of equal parts the fullest rack is best."""
+    starts = question.tree.layers[level].starts_P[found]
+    keys: list[Ints] = []
+    for upper in range(len(question.tree.layers) - 2, level, -1):
+        layer = question.tree.layers[upper]
+        keys.append(_sums(free_NR[:, 0], layer.starts_P)[layer.part_N[starts]])
+    return keys
 
 
 def _above_is_real(question: Question, level: int) -> Ints:

@@ -3,23 +3,19 @@
 The local search moves members between cells only; which nodes of a cell they use follows from a best fit inside it.
 """
 
-from collections.abc import Callable
 from math import inf
 
 import numpy as np
 
 from reflux_placement.gang import Relation
+from reflux_placement.place.cells import Cells, Counts, Kept
 from reflux_placement.place.cost import Floats, flows_of
 from reflux_placement.place.pack import Question
 from reflux_placement.place.role import RolePlan
 from reflux_placement.topology import Ints
 
-Counts = tuple[tuple[int, ...], ...]
-"""Members per role and cell [R][K]."""
-
-
-Kept = tuple[list[int], int]
-"""Roles that stay inside one domain of a level."""
+NODES_PER_STEP = 4
+"""Packing this many nodes of a cell takes about as long as pricing counts whose cells are packed."""
 
 PricedLevel = tuple[list[int], int, list[tuple[int, int, float]], float, list[int]]
 """Groups of the cells, their number, (a, b, seconds per pair that is together), price and free GPUs of the groups."""
@@ -29,28 +25,24 @@ class Yard:
     """R roles on K cells of one question; costs are those of `cost_of_nodes`, up to a constant."""
 
     def __init__(self, question: Question, free_NR: Ints, cells: list[int], kept: list[Kept]) -> None:
-        self.question, self.plans, self.cells = question, question.plans, cells
-        self.fast = question.prices.fast
-        layer = question.tree.layers[self.fast]
-        self._spans = [(int(layer.starts_P[cell]), int(layer.stops_P[cell])) for cell in cells]
-        self._rows = [free_NR[first:last].tolist() for first, last in self._spans]
+        self.question, self.plans, self.cells = question, question.plans, Cells(question, cells)
+        self.fast = self.cells.fast
+        self._rows = [free_NR[first:last].tolist() for first, last in self.cells.spans]
         self._packed: list[dict[tuple[int, ...], tuple[int, list[list[int]]] | None]] = [{} for _ in cells]
         self._needs = [plan.demand.each.row for plan in self.plans]
         self._levels = self._price_levels(free_NR)
-        self._checks = [self._one_group(*each) for each in kept if each[1] >= self.fast] + self._constraints()
+        self._checks = self.cells.demands(kept)
+        self._allowed: dict[Counts, bool] = {}
+        self.work = 0.0
+        """Steps spent on packing cells so far."""
+
         self.rates = self._rates()
         self._soft = [r for r in question.relations if r.level and not r.required]
 
-    def groups(self, level: int) -> list[int]:
-        """The part of a level that each cell lies in, numbered from 0."""
-        layer = self.question.tree.layers[level]
-        part_K = [int(layer.part_N[first]) for first, _ in self._spans]
-        seen: dict[int, int] = {}
-        return [seen.setdefault(part, len(seen)) for part in part_K]
-
-    def _real(self, level: int) -> list[bool]:
-        layer = self.question.tree.layers[level]
-        return [bool(layer.real_P[layer.part_N[first]]) for first, _ in self._spans]
+    def room(self) -> tuple[Ints, Ints]:
+        """Needs of a member [R, 3] and free amounts of every cell [K, 3]; closed nodes have none."""
+        free_KR = [np.maximum(np.array(rows, dtype=np.int64), 0).sum(axis=0) for rows in self._rows]
+        return np.array(self._needs, dtype=np.int64), np.array(free_KR)
 
     def _price_levels(self, free_NR: Ints) -> list[PricedLevel]:
         """Levels at which something is priced."""
@@ -70,10 +62,10 @@ class Yard:
                         terms.append((a, b, rate / (counts[a] * counts[b])))
             price = question.prices.fragment[level] if level else 0.0
             if terms or price:
-                group_K = self.groups(level)
+                group_K = self.cells.groups(level)
                 layer = question.tree.layers[level]
                 free = [0] * (max(group_K) + 1)
-                for (first, _), group in zip(self._spans, group_K, strict=True):
+                for (first, _), group in zip(self.cells.spans, group_K, strict=True):
                     part = int(layer.part_N[first])
                     free[group] = int(np.maximum(free_NR[layer.starts_P[part] : layer.stops_P[part], 0], 0).sum())
                 found.append((group_K, len(free), terms, price, free))
@@ -89,11 +81,17 @@ class Yard:
             found.append((np.array(group_K), rate_RR, price, np.array(free, dtype=np.float64)))
         return found
 
+    def allows(self, counts: Counts) -> bool:
+        """Whether counts keep all demands on domains; they may still not fit."""
+        known = self._allowed.get(counts)
+        if known is None:
+            known = self._allowed[counts] = all(check(counts) for check in self._checks)
+        return known
+
     def price(self, counts: Counts) -> float:
         """Seconds up to a constant; inf when a demand is broken or a cell cannot hold its members."""
-        for check in self._checks:
-            if not check(counts):
-                return inf
+        if not self.allows(counts):
+            return inf
         total = 0.0
         node_price = self.question.prices.fragment[0]
         for cell, held in enumerate(zip(*counts, strict=True)):
@@ -120,6 +118,7 @@ class Yard:
         """(free GPUs of touched nodes, members per role and node) by best fit, large members first; None if no fit."""
         memo = self._packed[cell]
         if held not in memo:
+            self.work += len(self._rows[cell]) / NODES_PER_STEP
             memo[held] = self._best_fit(cell, held)
         return memo[held]
 
@@ -141,25 +140,40 @@ class Yard:
         taken = [[0] * len(rows) for _ in held]
         touched = [False] * len(rows)
         for role in order:
-            left = held[role]
-            while left:
-                options = []
-                for node, row in enumerate(rows):
-                    copies = self._copies(role, row, left, taken[role][node])
-                    if copies:
-                        apart = not (touched[node] and touched_first)
-                        full = copies == left
-                        options.append((apart, not full, row[0] if full else -copies, row[1], node, copies))
-                if not options:
-                    return None
-                *_, node, copies = min(options)
+            options = []
+            for node, row in enumerate(rows):
+                copies = self._copies(role, row, held[role])
+                if copies:
+                    options.append((copies, row[0], row[1], node))
+            chosen = self._choose(options, held[role], touched if touched_first else [])
+            if chosen is None:
+                return None
+            for node, copies in chosen:
                 rows[node] = [have - copies * each for have, each in zip(rows[node], self._needs[role], strict=True)]
-                taken[role][node] += copies
+                taken[role][node] = copies
                 touched[node] = True
-                left -= copies
         return sum(max(self._rows[cell][node][0], 0) for node in range(len(rows)) if touched[node]), taken
 
-    def _copies(self, role: int, row: list[int], left: int, there: int) -> int:
+    @staticmethod
+    def _choose(
+        options: list[tuple[int, int, int, int]], left: int, touched: list[bool]
+    ) -> list[tuple[int, int]] | None:
+        """(node, members) of `left` members: nodes in use first, large ones first, the last piece where it fits best.
+
+        Options are (members that fit, free GPUs, free CPUs, node).
+        """
+        chosen: list[tuple[int, int]] = []
+        for in_use in (True, False) if touched else (False,):
+            pool = [each for each in options if not touched or touched[each[3]] == in_use]
+            pool.sort(key=lambda each: (-each[0], each[2], each[3]))
+            while pool and left:
+                full = [each for each in pool if each[0] >= left]
+                best = min(full, key=lambda each: each[1:]) if full else pool.pop(0)
+                chosen.append((best[3], min(best[0], left)))
+                left -= chosen[-1][1]
+        return None if left else chosen
+
+    def _copies(self, role: int, row: list[int], left: int) -> int:
         """Members that a node takes of those left, under the role's demands on single nodes."""
         if row[0] < 0:
             return 0
@@ -169,87 +183,15 @@ class Yard:
             if each:
                 copies = min(copies, have // each)
         if shape.cap and shape.cap_level < self.fast:
-            copies = min(copies, shape.cap - there)
+            copies = min(copies, shape.cap)
         if shape.segment_size > 1 and shape.segment_level < self.fast:
             copies -= copies % shape.segment_size
         return copies if copies == left or shape.required >= self.fast else 0
 
-    def _constraints(self) -> list[Callable[[Counts], bool]]:
-        checks: list[Callable[[Counts], bool]] = []
-        top = self.question.topology.tightness(self.question.gang.required_level)
-        if top >= self.fast:
-            checks.append(self._one_group(list(range(len(self.plans))), top))
-        for index, plan in enumerate(self.plans):
-            shape = plan.shape
-            if shape.required >= self.fast:
-                checks.append(self._one_group([index], shape.required))
-            else:
-                checks.append(self._one_group([index], self.fast))
-            if shape.segment_size > 1:
-                checks.append(self._multiples(index, max(shape.segment_level, self.fast), shape.segment_size))
-            if shape.cap and shape.cap_level >= self.fast:
-                checks.append(self._bounded(index, shape.cap_level, shape.cap))
-        names = [plan.demand.role for plan in self.plans]
-        for relation in self.question.relations:
-            if relation.level and relation.required:
-                checks.append(self._beside(names.index(relation.role), names.index(relation.near), relation.level))
-        return checks
-
-    def _one_group(self, roles: list[int], level: int) -> Callable[[Counts], bool]:
-        group_K, real_K = self.groups(level), self._real(level)
-
-        def check(counts: Counts) -> bool:
-            used = {
-                group_K[cell] if real_K[cell] else -1
-                for role in roles
-                for cell, count in enumerate(counts[role])
-                if count
-            }
-            return len(used) <= 1 and -1 not in used
-
-        return check
-
-    def _multiples(self, role: int, level: int, size: int) -> Callable[[Counts], bool]:
-        group_K, real_K = self.groups(level), self._real(level)
-
-        def check(counts: Counts) -> bool:
-            held: dict[int, int] = {}
-            for cell, count in enumerate(counts[role]):
-                if count and not real_K[cell]:
-                    return False
-                held[group_K[cell]] = held.get(group_K[cell], 0) + count
-            return not any(each % size for each in held.values())
-
-        return check
-
-    def _bounded(self, role: int, level: int, most: int) -> Callable[[Counts], bool]:
-        group_K, real_K = self.groups(level), self._real(level)
-
-        def check(counts: Counts) -> bool:
-            held: dict[int, int] = {}
-            for cell, count in enumerate(counts[role]):
-                if count and not real_K[cell]:
-                    return False
-                held[group_K[cell]] = held.get(group_K[cell], 0) + count
-            return max(held.values()) <= most
-
-        return check
-
-    def _beside(self, role: int, near: int, level: str) -> Callable[[Counts], bool]:
-        position = self.question.topology.tightness(level)
-        group_K, real_K = self.groups(position), self._real(position)
-
-        def check(counts: Counts) -> bool:
-            mine = [group_K[cell] if real_K[cell] else -1 for cell, n in enumerate(counts[role]) for _ in range(n)]
-            theirs = [group_K[cell] for cell, n in enumerate(counts[near]) for _ in range(n)]
-            return all(each == theirs[i * len(theirs) // len(mine)] for i, each in enumerate(mine))
-
-        return check
-
     def _share_apart(self, relation: Relation, counts: Counts) -> float:
         names = [plan.demand.role for plan in self.plans]
         position = max(self.question.topology.tightness(relation.level), self.fast)
-        group_K, real_K = self.groups(position), self._real(position)
+        group_K, real_K = self.cells.groups(position), self.cells.real(position)
         mine = [
             group_K[cell] if real_K[cell] else -1
             for cell, n in enumerate(counts[names.index(relation.role)])
@@ -265,7 +207,7 @@ class Yard:
         found = []
         for plan in self.plans:
             parts = part_N[nodes[plan.demand.role]]
-            found.append(tuple(int((parts == cell).sum()) for cell in self.cells))
+            found.append(tuple(int((parts == cell).sum()) for cell in self.cells.parts))
         return tuple(found)
 
     def nodes_of(self, counts: Counts) -> dict[str, Ints]:
@@ -274,7 +216,7 @@ class Yard:
         for cell, held in enumerate(zip(*counts, strict=True)):
             packed = self._pack(cell, held)
             assert packed is not None, "counts with a price fit"
-            first, last = self._spans[cell]
+            first, last = self.cells.spans[cell]
             count_RN[:, first:last] = packed[1]
         every = np.arange(self.question.topology.num_nodes)
         return {plan.demand.role: np.repeat(every, row) for plan, row in zip(self.plans, count_RN, strict=True)}
