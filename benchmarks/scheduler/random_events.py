@@ -5,6 +5,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from reflux_placement.gang import GangDemand, RoleDemand
+from reflux_placement.place.search import fits_ever
 from reflux_placement.policy.config import PolicyConfig
 from reflux_placement.policy.view import Ask, Claim, Live, NodeState, Queue
 from reflux_placement.room import Room
@@ -90,8 +91,8 @@ class RandomEvents:
 
         self.now, self.number = 0.0, 0
         self.found = Violations()
-        self.gangs = [self.random_gang() for _ in range(SHAPES)]
         self.feasible: dict[GangDemand, bool] = {}
+        self.gangs = self.random_gangs()
 
     # --- events ---
 
@@ -114,6 +115,16 @@ class RandomEvents:
             expected_seconds=rng.choice((0.0, 60.0, 300.0, 2000.0)), min_run_seconds=rng.choice((0.0, 0.0, 120.0)),
         )  # fmt: skip
         self.pending[ask.job] = ask
+
+    def random_gangs(self) -> list[GangDemand]:
+        """Shapes of the jobs to come; one in ten or so is larger than the cluster or a domain of it."""
+        gangs: list[GangDemand] = []
+        while len(gangs) < SHAPES:
+            gang = self.random_gang()
+            self.feasible[gang] = fits_ever(self.topology, gang) is None
+            if self.feasible[gang] or self.rng.random() < 0.3:
+                gangs.append(gang)
+        return gangs
 
     def random_gang(self) -> GangDemand:
         """Any size, shape, elasticity and constraint; some have an idle second role."""

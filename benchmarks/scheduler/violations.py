@@ -13,11 +13,10 @@ import sys
 import time
 
 import numpy as np
-from random_events import QUEUES, SHAPES, RandomEvents, Violations, queues_above
+from random_events import QUEUES, RandomEvents, Violations, queues_above
 
 from reflux_placement.gang import Assignment, GangDemand
 from reflux_placement.place.check import broken
-from reflux_placement.place.search import fits_ever
 from reflux_placement.policy.config import PolicyConfig
 from reflux_placement.policy.cycle import DEFAULT_CONFIG, decide
 from reflux_placement.policy.view import (
@@ -35,7 +34,7 @@ from reflux_placement.policy.view import (
 )
 from reflux_placement.room import Room
 
-EVENTS, BATCH, CALM_EVERY = 100_000, 12, 1000
+EVENTS, BATCH, CALM_EVERY = 100_000, 16, 1500
 
 
 class World(RandomEvents):
@@ -238,8 +237,7 @@ class World(RandomEvents):
         if hungry:
             self.found.add("starved", f"{hungry} after {rounds} rounds")
         self.pending.clear()
-        self.gangs = [self.random_gang() for _ in range(SHAPES)]
-        self.feasible.clear()
+        self.gangs = self.random_gangs()
 
     def _can_run(self, ask: Ask) -> bool:
         """Whether the job could run alone on the whole cluster."""
@@ -248,8 +246,6 @@ class World(RandomEvents):
         inside = all(limit is None or least.gpus <= limit.gpus for limit in limits)
         if not ask.preemptible:  # what is guaranteed to others is not for it
             inside = inside and _firm_room(ask.queue) >= least.gpus
-        if ask.gang not in self.feasible:
-            self.feasible[ask.gang] = fits_ever(self.topology, ask.gang) is None
         return inside and self.feasible[ask.gang]
 
 

@@ -153,7 +153,12 @@ def check_queues(queues: Mapping[str, Queue], capacity: Resources) -> None:
         owned = queues[parent].guaranteed if parent and any(queues[parent].guaranteed.row) else capacity
         if not _within(promised.row, owned.row):
             what = f"queue {parent}" if parent else "the cluster"
-            raise InvalidQueue("guaranteed", promised, f"the queues of {what} are promised more than its {owned}")
+            names = ", ".join(
+                queue.name for queue in queues.values() if queue.parent == parent and any(queue.guaranteed.row)
+            )
+            raise InvalidQueue(
+                f"guaranteed of {names}", promised, f"the queues of {what} are promised more than its {owned}"
+            )
 
 
 def _within(amount: Row, bound: Row) -> bool:
