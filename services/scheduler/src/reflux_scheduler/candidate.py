@@ -10,6 +10,7 @@ from redis.asyncio import Redis
 
 from reflux_kit.errors import Unavailable
 from reflux_kit.settings import ServiceSettings
+from reflux_placement.policy.health import Damping
 from reflux_placement.policy.spares import SpareRule
 from reflux_placement.topology import Topology
 from reflux_scheduler.backends.base import Backend
@@ -34,6 +35,7 @@ class Plan:
     spares: SpareRule
     rules: Rules
     terms: Terms
+    flaps: Damping
     start_seconds: float
     poll_seconds: float
     leader_seconds: float
@@ -102,7 +104,7 @@ class Candidate:
             controller = Controller(
                 store,
                 ledger,
-                Nodes(plan.topology, plan.spares),
+                Nodes(plan.topology, plan.spares, plan.flaps),
                 fleet,
                 crew,
                 grants,

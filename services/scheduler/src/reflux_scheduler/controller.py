@@ -350,13 +350,18 @@ class Controller:
             news = self.grants.take_news()
         else:
             return False  # No node takes work before the cluster was asked for the first time.
-        return self.nodes.look(news, doubted, lost, time.time())
+        failed, stopped = self.fleet.take_restarts(), self.fleet.stopped()
+        return self.nodes.look(news, doubted, lost, time.time(), failed=failed, stopped=stopped)
 
     def _news_of_agents(self, now: float) -> tuple[dict[str, NodeCondition], frozenset[int]]:
-        """Nodes whose own agents came or went for good, and those whose agents are silent for a while."""
+        """Nodes whose own agents came or went for good, and those whose agents are silent for a while or leave.
+
+        Silence is no failure before it is over the lease: a scheduler that stood still for a moment finds all silent.
+        """
         fleet, news = self.fleet, {}
         heard_at = {node: agent.heard_at for (node, grant), agent in fleet.agents().items() if not grant}
         doubted: set[int] = set()
+        stopped = fleet.stopped()
         never = fleet.never_heard_seconds(now) >= fleet.terms.lost_seconds
         for index, node in enumerate(self.topology.nodes):
             heard = heard_at.get(node.name)
@@ -364,7 +369,7 @@ class Controller:
             if down is not self._down.get(index):
                 self._down[index] = down
                 news[node.name] = _NO_AGENT if down else _UP
-            if not down and (heard is None or now - heard >= fleet.terms.doubt_seconds):
+            if not down and (heard is None or node.name in stopped or now - heard >= fleet.terms.doubt_seconds):
                 doubted.add(index)
         return news, frozenset(doubted)
 

@@ -3,6 +3,7 @@
 An agent serves one node, for every job (grant "") or for one grant only.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -44,6 +45,8 @@ class Agent:
     incarnation: str
     heard_at: float
     reports: Mapping[str, Report] = field(default_factory=dict)
+    left: bool = False
+    """It was told to stop and said so."""
 
 
 class Fleet:
@@ -54,12 +57,15 @@ class Fleet:
         self._started_at = started_at
         self._agents: dict[Post, Agent] = {}
         self._fresh: set[Post] = set()
-        self._since: dict[Post, float] = {}
+        self._restarts: Counter[str] = Counter()
         self.registrations = 0
-        """Grows with every registration."""
+        """Grows with every registration, and every goodbye."""
 
     def register(self, post: Post, address: str, incarnation: str, reports: Iterable[Report], now: float) -> None:
         """A new agent, or the same one again; the latest owns the post."""
+        before = self._agents.get(post)
+        if before is not None and before.incarnation != incarnation and not before.left and not post[1]:
+            self._restarts[post[0]] += 1
         self._agents[post] = Agent(address, incarnation, now, {report.role_id: report for report in reports})
         self._fresh.add(post)
         self.registrations += 1
@@ -82,6 +88,20 @@ class Fleet:
             self._fresh.add(post)
         agent.reports = latest
 
+    def leave(self, post: Post) -> None:
+        """An agent was told to stop and said so."""
+        self._agents[post].left = True
+        self.registrations += 1
+
+    def take_restarts(self) -> Mapping[str, int]:
+        """How often nodes' own agents were replaced without having said goodbye, since the last call."""
+        restarts, self._restarts = self._restarts, Counter()
+        return restarts
+
+    def stopped(self) -> frozenset[str]:
+        """Nodes whose own agents were told to stop."""
+        return frozenset(node for (node, grant), agent in self._agents.items() if agent.left and not grant)
+
     def agent(self, post: Post) -> Agent | None:
         """The agent of a post."""
         return self._agents.get(post)
@@ -100,14 +120,9 @@ class Fleet:
         agent = self._agents[post]
         return Heard(agent.incarnation, agent.reports)
 
-    def expect(self, post: Post, now: float) -> None:
-        """From now on the silence of this post counts, when nothing was heard of it yet."""
-        self._since.setdefault(post, now)
-
     def forget(self, post: Post) -> None:
         """Its grant is over."""
         self._agents.pop(post, None)
-        self._since.pop(post, None)
 
     def silent(self, posts: Iterable[Post], now: float) -> list[Post]:
         """Of these posts the ones that are lost: silent for so long that their members are gone for sure."""
@@ -119,13 +134,12 @@ class Fleet:
     def is_available(self, post: Post, now: float) -> bool:
         """Whether new work may go there."""
         agent = self._agents.get(post)
-        return agent is not None and now - agent.heard_at < self.terms.doubt_seconds
+        return agent is not None and not agent.left and now - agent.heard_at < self.terms.doubt_seconds
 
     def silent_seconds(self, post: Post, now: float) -> float:
-        """How long nothing was heard from a post; of one that never spoke, since the start of the scheduler, or since
-        it was expected when that was later."""
+        """How long nothing was heard from a post; of one that never spoke, since the start of the scheduler."""
         agent = self._agents.get(post)
-        return now - (agent.heard_at if agent else max(self._started_at, self._since.get(post, 0.0)))
+        return now - (agent.heard_at if agent else self._started_at)
 
     def never_heard_seconds(self, now: float) -> float:
         """How long a node's own agent that never spoke was waited for."""

@@ -16,8 +16,13 @@ from reflux_kit.errors import StartupError
 from reflux_kit.redis import open_redis
 from reflux_kit.server import Bound, Mount, Service, serve
 from reflux_kit.settings import ServiceSettings, prefix
+from reflux_placement.errors import InvalidQueue, InvalidTopology
 from reflux_placement.policy.cycle import DEFAULT_CONFIG
+from reflux_placement.policy.health import DEFAULT_DAMPING, Damping
+from reflux_placement.policy.quota import check_queues
+from reflux_placement.policy.view import Queue
 from reflux_placement.sources.toml import Cluster, TopologyFileError, read_cluster
+from reflux_placement.topology import Resources, Topology
 from reflux_scheduler.backends import BACKENDS, BackendName
 from reflux_scheduler.backends.base import AgentLaunch, Backend, BackendAway
 from reflux_scheduler.candidate import Candidate, Plan
@@ -67,6 +72,19 @@ class SchedulerSettings(ServiceSettings):
 
     node_drain_seconds: float = Field(default=3600.0, ge=0)
     """What has not left a draining node after this long leaves it all the same, whatever it loses; 0 is at once."""
+
+    flap_failures: float = Field(default=2.0, gt=0)
+    """A node that failed more often than this of late gets no new work ("flapping"). What counts is that its agent was
+    replaced without having been told to stop, or stayed away; each failure counts for less as time passes."""
+
+    flap_reuse: float = Field(default=0.75, gt=0)
+    """A flapping node gets work again once its failures count for less than this."""
+
+    flap_half_life_seconds: float = Field(default=300.0, gt=0)
+    """Time of being up in which failures count for half."""
+
+    flap_longest_seconds: float = Field(default=900.0, gt=0)
+    """A flapping node that stays up gets work again after this long at the latest."""
 
     poll_seconds: float = Field(default=2.0, gt=0)
     """How often the cluster is asked about grants and nodes."""
@@ -131,6 +149,7 @@ async def _plan(settings: SchedulerSettings, backend: Backend) -> Plan:
         queues, config = read_queues(Path(settings.queues)) if settings.queues else (default_queues(), None)
     except ConfigurationError as error:
         raise StartupError(str(error)) from None
+    _check_queues(settings, queues, cluster.topology)
     rules = Rules(
         queues=queues,
         config=config or DEFAULT_CONFIG,
@@ -142,12 +161,34 @@ async def _plan(settings: SchedulerSettings, backend: Backend) -> Plan:
         topology=cluster.topology,
         spares=cluster.spares,
         rules=rules,
+        flaps=_flaps(settings),
         terms=Terms(settings.lease_seconds, settings.heartbeat_seconds, settings.lost_margin_seconds),
         start_seconds=settings.start_seconds,
         poll_seconds=settings.poll_seconds,
         leader_seconds=settings.leader_seconds,
         backend_name=settings.backend,
     )
+
+
+def _flaps(settings: SchedulerSettings) -> Damping:
+    unit = DEFAULT_DAMPING.penalty
+    try:
+        return Damping(
+            suppress=settings.flap_failures * unit,
+            reuse=settings.flap_reuse * unit,
+            half_life_seconds=settings.flap_half_life_seconds,
+            longest_seconds=settings.flap_longest_seconds,
+        )
+    except ValueError as error:
+        raise StartupError(f"REFLUX_SCHEDULER_FLAP_*: {error}") from None
+
+
+def _check_queues(settings: SchedulerSettings, queues: Mapping[str, Queue], topology: Topology) -> None:
+    gpus, millicpus, memory_bytes = topology.capacity_NR.sum(axis=0).tolist()
+    try:
+        check_queues(queues, Resources(gpus, millicpus, memory_bytes))
+    except InvalidQueue as error:
+        raise StartupError(f"{settings.queues}: {error}") from None
 
 
 async def _cluster(settings: SchedulerSettings, backend: Backend) -> Cluster:
@@ -161,6 +202,11 @@ async def _cluster(settings: SchedulerSettings, backend: Backend) -> Cluster:
         topology = await backend.discover()
     except BackendAway as error:
         raise StartupError(f"the {settings.backend} cluster does not answer: {error}") from None
+    except InvalidTopology as error:
+        raise StartupError(
+            f"what the {settings.backend} cluster tells is no topology: {error}; "
+            "mend its labels or name a file in REFLUX_SCHEDULER_TOPOLOGY"
+        ) from None
     if topology is None and not backend.shared_agents:
         raise StartupError(
             f"the {settings.backend} cluster tells no topology: name a file in REFLUX_SCHEDULER_TOPOLOGY"

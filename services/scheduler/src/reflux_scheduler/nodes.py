@@ -2,12 +2,13 @@
 
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from reflux_placement.policy import health as damping
-from reflux_placement.policy.health import HEALTHY, NodeHealth
+from reflux_placement.policy.health import DEFAULT_DAMPING, HEALTHY, Damping, NodeHealth
 from reflux_placement.policy.spares import SpareRule, refresh
 from reflux_placement.policy.view import NodeState
 from reflux_placement.room import Room
@@ -17,12 +18,16 @@ from reflux_scheduler.backends.base import NodeCondition
 log = logging.getLogger(__name__)
 
 
+_NONE_FAILED: Mapping[str, int] = {}
+
+
 class Nodes:
     """States by name. Times are Unix times in seconds, because health outlives the process."""
 
-    def __init__(self, topology: Topology, rule: SpareRule) -> None:
+    def __init__(self, topology: Topology, rule: SpareRule, flaps: Damping = DEFAULT_DAMPING) -> None:
         self._topology = topology
         self._rule = rule
+        self._flaps = flaps
         self._said: dict[str, NodeCondition] = {}
         self._known: dict[str, NodeCondition] = {}
         self._lost: dict[str, str] = {}
@@ -48,7 +53,14 @@ class Nodes:
                 log.warning("what is stored of node %s was written by another version and is forgotten", node)
 
     def look(
-        self, news: Mapping[str, NodeCondition], doubted: frozenset[int], lost: Mapping[str, str], now: float
+        self,
+        news: Mapping[str, NodeCondition],
+        doubted: frozenset[int],
+        lost: Mapping[str, str],
+        now: float,
+        *,
+        failed: Mapping[str, int] = _NONE_FAILED,
+        stopped: frozenset[str] = frozenset(),
     ) -> bool:
         """Takes in what the cluster and the agents say; whether the policy has anything new to think of.
 
@@ -57,10 +69,12 @@ class Nodes:
             doubted: nodes whose agents are silent, but not for long.
             lost: nodes that are down although the backend may not say so yet, and why.
             now: Unix time.
+            failed: how often nodes failed and came back between two looks.
+            stopped: nodes whose agents were told to stop: that they are away is no failure.
         """
         self._said.update(news)
         first = not self._known
-        watched = {*news, *lost, *self._lost, *self._health, *self.drains, *self._drained}
+        watched = {*news, *lost, *failed, *self._lost, *self._health, *self.drains, *self._drained}
         if first:
             watched.update(node.name for node in self._topology.nodes)
         self._lost, self._drained = dict(lost), set(self.drains)
@@ -70,7 +84,7 @@ class Nodes:
                 continue
             condition = NodeCondition("down", lost[name]) if name in lost else self._said.get(name, _UNKNOWN)
             index = self._topology.index_of(name)
-            state = self._seen(index, name, condition, now)
+            state = self._seen(index, name, condition, now, failed.get(name, 0), name in stopped)
             states.pop(index, None)
             if state != "up":
                 states[index] = state
@@ -126,7 +140,9 @@ class Nodes:
         nodes, self._unsaved = self._unsaved, set()
         return {node: self._health.get(node, HEALTHY).to_plain() for node in nodes}
 
-    def _seen(self, index: int, name: str, condition: NodeCondition, now: float) -> NodeState:
+    def _seen(
+        self, index: int, name: str, condition: NodeCondition, now: float, failures: int, stopped: bool
+    ) -> NodeState:
         reachable = condition.state != "down"
         before = self._known.get(name)
         self._known[name] = condition
@@ -134,14 +150,22 @@ class Nodes:
         if before is None and name not in self._health:
             # A first look is no failure: the node may never have been up.
             health = NodeHealth(reachable=reachable, at=now)
-        after = damping.observe(health, reachable=reachable, now=now)
+        after = health
+        for _ in range(failures):
+            after = damping.observe(after, reachable=reachable, restarted=True, now=now, damping=self._flaps)
+        if stopped:
+            after = replace(damping.advance(after, now, self._flaps), reachable=reachable)
+        else:
+            after = damping.observe(after, reachable=reachable, now=now, damping=self._flaps)
         after = damping.drain(after, name in self.drains or condition.state == "draining", now)
         told = (health.failures, health.reachable, health.draining)
         if (after.failures, after.reachable, after.draining) != told:
             self._unsaved.add(name)
         if after.reachable and not health.reachable:
             self._returned.add(index)
-        state = damping.state_of(after, now)
+        state = damping.state_of(after, now, self._flaps)
+        if state == "flapping" and self._topology.num_nodes == 1:
+            state = "up"  # There is no other place.
         if state == "up" and after.penalty < 1.0:
             self._health.pop(name, None)
         else:

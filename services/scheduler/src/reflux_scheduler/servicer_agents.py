@@ -46,4 +46,6 @@ class AgentsPart(SchedulerServiceServicer):
             return pb.AgentHeartbeatResponse(register_again=True, term=self._candidate.term)
         except SupersededAgent as error:
             raise WrongState(str(error)) from None
+        if request.leaving:
+            controller.fleet.leave(post)
         return pb.AgentHeartbeatResponse(stop_roles=controller.heard(post), term=self._candidate.term)

@@ -14,6 +14,7 @@ from reflux_kit.errors import StartupError
 from reflux_scheduler.agent import metrics
 from reflux_scheduler.agent.members import MemberTable
 from reflux_scheduler.agent.messages import render_report
+from reflux_scheduler.agent.orders import RoleReport
 from reflux_scheduler.agent.supervisor import RoleSupervisor
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ log = logging.getLogger(__name__)
 
 _CALL_SECONDS = 5.0
 _RETRY_SECONDS = 0.5
+_GOODBYE_SECONDS = 1.0
 _REFUSED = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND, grpc.StatusCode.UNAUTHENTICATED)
 
 
@@ -114,14 +116,30 @@ class Lease:
         log.info("registered node %s; lease of %g s", response.node, self._lease_seconds)
         self._discard(response.stop_roles, sent_members)
 
+    async def leave(self) -> None:
+        """Says goodbye once all members have ended, so that the scheduler takes the end for no failure. The end of a
+        grant's agent says nothing about its node."""
+        if self._grant or not self._registered or self._away:
+            return
+        request = self._heartbeat(await self._members.measured())
+        request.leaving = True
+        try:
+            await self._schedulers.stub.AgentHeartbeat(request, timeout=_GOODBYE_SECONDS)
+        except grpc.aio.AioRpcError as error:
+            log.info("the scheduler did not hear the goodbye (%s)", error.code().name)
+
+    def _heartbeat(self, reports: Sequence[RoleReport]) -> pb.AgentHeartbeatRequest:
+        request = pb.AgentHeartbeatRequest(node=self._node, incarnation=self.incarnation, grant=self._grant)
+        request.roles.extend(render_report(report, self._node) for report in reports)
+        return request
+
     async def _beat(self) -> None:
         sent, members = time.monotonic(), self._members
         members.changed.clear()
-        request = pb.AgentHeartbeatRequest(node=self._node, incarnation=self.incarnation, grant=self._grant)
         reports = await members.measured()
         metrics.observe(reports)
         sent_members = members.named(report.role_id for report in reports)
-        request.roles.extend(render_report(report, self._node) for report in reports)
+        request = self._heartbeat(reports)
         response = await self._schedulers.stub.AgentHeartbeat(request, timeout=_CALL_SECONDS)
         if not self._terms.admit(response.term):
             self._registered = False

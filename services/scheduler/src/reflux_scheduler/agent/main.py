@@ -80,9 +80,12 @@ async def build(settings: AgentSettings, environment: Mapping[str, str]) -> Asyn
             finally:
                 # Heartbeats go on while members stop, so that the scheduler sees their ends.
                 await members.close()
+                told_to_stop = not task.done()
                 task.cancel()
                 with contextlib.suppress(asyncio.CancelledError):
                     await task
+                if told_to_stop:
+                    await lease.leave()
                 groups.close()
 
         yield Service((mount,), attend=attend)

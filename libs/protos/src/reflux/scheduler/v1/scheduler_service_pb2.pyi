@@ -1084,12 +1084,15 @@ class AgentHeartbeatRequest(_message.Message):
     INCARNATION_FIELD_NUMBER: _builtins.int
     ROLES_FIELD_NUMBER: _builtins.int
     GRANT_FIELD_NUMBER: _builtins.int
+    LEAVING_FIELD_NUMBER: _builtins.int
     node: _builtins.str
     """Full path of the node."""
     incarnation: _builtins.str
     """Incarnation from the registration."""
     grant: _builtins.str
     """Grant that the agent was started for; empty for the node's own agent."""
+    leaving: _builtins.bool
+    """The agent was told to stop, and all its roles have ended: neither its silence nor its successor is a failure."""
     @_builtins.property
     def roles(self) -> _containers.RepeatedCompositeFieldContainer[_job_pb2.RoleStatus]:
         """All roles of this agent."""
@@ -1101,10 +1104,11 @@ class AgentHeartbeatRequest(_message.Message):
         incarnation: _builtins.str = ...,
         roles: _abc.Iterable[_job_pb2.RoleStatus] | None = ...,
         grant: _builtins.str = ...,
+        leaving: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["grant", b"grant", "incarnation", b"incarnation", "node", b"node", "roles", b"roles"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["grant", b"grant", "incarnation", b"incarnation", "leaving", b"leaving", "node", b"node", "roles", b"roles"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
