@@ -10,6 +10,7 @@ import redis
 from redis.asyncio import Redis
 from scheduler_stack import HANG_SECONDS
 
+from reflux_placement.policy.health import DEFAULT_DAMPING
 from reflux_placement.policy.spares import SpareRule
 from reflux_placement.policy.view import DEFAULT_QUEUE, Queue
 from reflux_placement.topology import Node, Resources, Topology, build_topology
@@ -67,6 +68,7 @@ async def candidate(keys: Redis, cluster: Cluster, leader_seconds: float) -> Can
         spares=SpareRule(),
         rules=Rules(queues={DEFAULT_QUEUE: Queue(name=DEFAULT_QUEUE)}, shared_agents=False),
         terms=Terms(),
+        flaps=DEFAULT_DAMPING,
         start_seconds=600,
         poll_seconds=0.02,
         leader_seconds=leader_seconds,
