@@ -150,34 +150,18 @@ class VictimSearch:
         topology, kind = self._room.topology, self._kind
         need = self._gang.least_total().row[kind]
         free_N = np.where(self._room.open_N, self._room.free_NR[:, kind], 0).clip(min=0)
+        members = _Members(self._room, victims, kind)
         for level in range(topology.tightness(self._gang.required_level) + 1):
             free_D = topology.sums(free_N, level)
-            shares = self._shares(victims, level)
             rated: list[tuple[float, int, list[Victim]]] = []
-            for index, held in shares.items():
-                if free_D[index] + sum(amount for _, amount in held) >= need:
-                    rated.append((_bound(held, need - int(free_D[index])), index, [victim for victim, _ in held]))
+            for index, held in members.shares(topology.domain_LN[level], free_D, need, 4 * count).items():
+                held.sort(key=lambda each: (each[0].lost_seconds / max(each[1], 1), _cheapest(each[0])))
+                rated.append((_bound(held, need - int(free_D[index])), index, [victim for victim, _ in held]))
             rated.sort(key=lambda each: each[:2])
             for _, index, here in rated[:count]:
                 yield topology.domains_by_level[level][index], here
         if self._excess:
             yield topology.domains_by_level[-1][0], list(victims)
-
-    def _shares(self, victims: Sequence[Victim], level: int) -> dict[int, list[tuple[Victim, int]]]:
-        """Per domain index of a level: the victims there and what each would free, cheapest per freed unit first."""
-        shares: dict[int, list[tuple[Victim, int]]] = {}
-        for victim in victims:
-            holding = self._room.holdings[victim.job]
-            domain_M = self._room.topology.domain_LN[level, holding.node_M]
-            domains, position_M = np.unique(domain_M, return_inverse=True)
-            amount_D = np.zeros(len(domains), dtype=np.int64)
-            np.add.at(amount_D, position_M, holding.need_MR[:, self._kind])
-            for index, amount in zip(domains.tolist(), amount_D.tolist(), strict=True):
-                if index >= 0:
-                    shares.setdefault(index, []).append((victim, amount))
-        for held in shares.values():
-            held.sort(key=lambda each: (each[0].lost_seconds / max(each[1], 1), _cheapest(each[0])))
-        return shares
 
     def _in_domain(self, victims: Sequence[Victim]) -> list[Victim]:
         """Those that may leave one after the other: a queue inside its guarantee stops giving."""
@@ -214,6 +198,42 @@ class VictimSearch:
     def _needed(self, victims: Sequence[Victim], place: Assignment) -> list[Victim]:
         """Those whose room the gang would use, and those that a bound asks for."""
         return needed(self._room, self._gang, victims, place, self._bounds_kept)
+
+
+class _Members:
+    """X members of the victims as arrays: their victim, node, amount, and their share of the victim's lost work."""
+
+    def __init__(self, room: Room, victims: Sequence[Victim], kind: int) -> None:
+        self._victims = victims
+        holdings = [room.holdings[victim.job] for victim in victims]
+        sizes = [len(holding.node_M) for holding in holdings]
+        self._victim_X = np.repeat(np.arange(len(victims)), sizes)
+        self._node_X = np.concatenate([holding.node_M for holding in holdings])
+        self._amount_X = np.concatenate([holding.need_MR[:, kind] for holding in holdings])
+        totals = np.bincount(self._victim_X, self._amount_X, minlength=len(victims)).clip(min=1)
+        lost = np.array([victim.lost_seconds for victim in victims])
+        self._lost_X = (lost / totals)[self._victim_X] * self._amount_X
+
+    def shares(self, domain_N: Ints, free_D: Ints, need: int, count: int) -> dict[int, list[tuple[Victim, int]]]:
+        """Victims and what each would free, for the `count` domains that seem cheapest of those where `need` could come
+        free (by the mean loss of a freed unit)."""
+        domain_X = domain_N[self._node_X]
+        inside_X = domain_X >= 0
+        held_D = np.bincount(domain_X[inside_X], self._amount_X[inside_X], minlength=len(free_D))
+        lost_D = np.bincount(domain_X[inside_X], self._lost_X[inside_X], minlength=len(free_D))
+        touched_D = np.bincount(domain_X[inside_X], minlength=len(free_D)) > 0
+        possible = np.flatnonzero(touched_D & (free_D + held_D >= need))
+        price = (need - free_D[possible]).clip(min=0) * lost_D[possible] / held_D[possible].clip(min=1)
+        best = np.sort(possible[np.argsort(price, kind="stable")[:count]])
+        shares: dict[int, dict[int, int]] = {int(index): {} for index in best}
+        for x in np.flatnonzero(inside_X & np.isin(domain_X, best)).tolist():
+            held = shares[int(domain_X[x])]
+            victim = int(self._victim_X[x])
+            held[victim] = held.get(victim, 0) + int(self._amount_X[x])
+        return {
+            index: [(self._victims[victim], amount) for victim, amount in held.items()]
+            for index, held in shares.items()
+        }
 
 
 def needed(
