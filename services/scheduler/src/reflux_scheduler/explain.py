@@ -39,7 +39,7 @@ def explain(controller: Controller, job: Job) -> Explanation:
 
 
 def _waiting(controller: Controller, job: Job) -> Explanation:
-    room = controller.ledger.room
+    room = controller.planner.room()
     wait = controller.planner.waits.get(job.name)
     found = find_place(room, job.spec.demand(), holders=True)
     misfit = found if isinstance(found, Misfit) else None

@@ -109,11 +109,6 @@ class Ledger:
         node_M = np.concatenate([nodes[places.role] for places in _in_order(job, placement)])
         return Holding(job.spec.demand(), assignment, node_M, np.array(gpus, dtype=np.int64))
 
-    def free_on(self, index: int) -> tuple[int, int, int]:
-        """GPUs, thousandths of a CPU and bytes that nobody is booked for on a node, whether or not it takes work."""
-        gpus, millicpus, memory_bytes = self.room.free_NR[index].tolist()
-        return gpus, millicpus, memory_bytes
-
     def _indices(self, names: Iterable[str]) -> Ints:
         index_of = self.topology.index_of
         return np.array([index_of(name) for name in names], dtype=np.int64)

@@ -12,7 +12,7 @@ from reflux_placement.policy.health import DEFAULT_DAMPING, HEALTHY, Damping, No
 from reflux_placement.policy.spares import SpareRule, refresh
 from reflux_placement.policy.view import NodeState
 from reflux_placement.room import Room
-from reflux_placement.topology import Topology
+from reflux_placement.topology import Ints, Topology
 from reflux_scheduler.backends.base import NodeCondition
 
 log = logging.getLogger(__name__)
@@ -35,6 +35,7 @@ class Nodes:
         self._health: dict[str, NodeHealth] = {}
         self._unsaved: set[str] = set()
         self._returned: set[int] = set()
+        self._foreign_NR: Ints = np.zeros_like(topology.capacity_NR)
         self.drains: dict[str, str] = {}
         self.spares: frozenset[int] = frozenset()
         self.states: dict[int, NodeState] = {}
@@ -88,7 +89,7 @@ class Nodes:
             states.pop(index, None)
             if state != "up":
                 states[index] = state
-        changed = states != self.states or doubted != self.closed
+        changed = self._note_foreign(news) or states != self.states or doubted != self.closed
         self.states, self.closed = states, doubted
         return changed
 
@@ -97,6 +98,13 @@ class Nodes:
         self.spares = refresh(room, self._rule, self.states, self.spares, self._returned)
         self._returned.clear()
         room.open_N = self.open_nodes()
+
+    def without_foreign(self, room: Room) -> Room:
+        """A copy of a room without what others hold of it. Of what they hold only the part that is free there counts:
+        what jobs hold stays theirs, also when both are more than the node has for a moment."""
+        room = room.copy()
+        room.free_NR -= np.minimum(self._foreign_NR, np.maximum(room.free_NR, 0))
+        return room
 
     def open_nodes(self) -> NDArray[np.bool_]:
         """Which nodes take new work."""
@@ -139,6 +147,17 @@ class Nodes:
         """Health that changed since the last call, in plain form."""
         nodes, self._unsaved = self._unsaved, set()
         return {node: self._health.get(node, HEALTHY).to_plain() for node in nodes}
+
+    def _note_foreign(self, news: Mapping[str, NodeCondition]) -> bool:
+        """Takes in what others hold; whether it is something else than before."""
+        changed = False
+        for name, condition in news.items():
+            if name in self._topology:
+                held_R = self._foreign_NR[self._topology.index_of(name)]
+                if tuple(held_R.tolist()) != condition.foreign.row:
+                    held_R[:] = condition.foreign.row
+                    changed = True
+        return changed
 
     def _seen(
         self, index: int, name: str, condition: NodeCondition, now: float, failures: int, stopped: bool

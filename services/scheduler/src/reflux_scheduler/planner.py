@@ -25,6 +25,7 @@ from reflux_placement.policy.view import (
     View,
     Wait,
 )
+from reflux_placement.room import Room
 from reflux_scheduler import jobs
 from reflux_scheduler.book import Book
 from reflux_scheduler.claims import Claims
@@ -80,13 +81,17 @@ class Planner:
         self.waits: dict[str, Wait] = {}
         """Why pending jobs wait, as of the last cycle."""
 
+    def room(self) -> Room:
+        """The plan without what others hold on the nodes: a copy."""
+        return self._nodes.without_foreign(self._ledger.room)
+
     def view(self, now: float) -> View:
         """What the policy looks at, with a room of its own."""
         everything = self._book.jobs.values()
         pending = sorted((job for job in everything if job.state == "PENDING"), key=lambda job: job.number)
         self._refresh_lives(now)
         return View(
-            room=self._ledger.room.copy(),
+            room=self.room(),
             pending=[_ask(job, job.spec.demand()) for job in pending],
             live=dict(self._lives),
             queues=self._rules.queues,

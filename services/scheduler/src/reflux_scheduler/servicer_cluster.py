@@ -6,6 +6,7 @@ from redis.exceptions import RedisError
 
 from reflux.scheduler.v1 import scheduler_service_pb2 as pb
 from reflux_kit.errors import Unavailable
+from reflux_placement.room import Room
 from reflux_placement.topology import Resources
 from reflux_scheduler.controller import Controller
 from reflux_scheduler.errors import NotLeading
@@ -22,10 +23,10 @@ class ClusterPart(AgentsPart):
     async def GetTopology(self, request: pb.GetTopologyRequest, context: Any) -> pb.GetTopologyResponse:
         """All nodes with what is free and who is there."""
         controller = await self._candidate.leading()
-        jobs = _jobs_by_node(controller)
+        jobs, room = _jobs_by_node(controller), controller.planner.room()
         topology = controller.topology
         return pb.GetTopologyResponse(
-            nodes=[_node(controller, index, jobs) for index in range(topology.num_nodes)],
+            nodes=[_node(controller, room, index, jobs) for index in range(topology.num_nodes)],
             cluster=topology.name,
             levels=topology.levels,
             backend=self._candidate.plan.backend_name,
@@ -78,7 +79,8 @@ class ClusterPart(AgentsPart):
             raise Unavailable(str(error), leader=error.leader) from None
         except RedisError as error:
             raise Unavailable(f"Redis does not answer ({type(error).__name__}); nothing was changed") from None
-        return _node(controller, controller.topology.index_of(node), _jobs_by_node(controller))
+        index = controller.topology.index_of(node)
+        return _node(controller, controller.planner.room(), index, _jobs_by_node(controller))
 
 
 def _jobs_by_node(controller: Controller) -> dict[int, list[str]]:
@@ -89,14 +91,14 @@ def _jobs_by_node(controller: Controller) -> dict[int, list[str]]:
     return jobs
 
 
-def _node(controller: Controller, index: int, jobs: dict[int, list[str]]) -> pb.TopologyNode:
+def _node(controller: Controller, room: Room, index: int, jobs: dict[int, list[str]]) -> pb.TopologyNode:
     node = controller.topology.nodes[index]
     agent = controller.fleet.agent((node.name, ""))
     state, reason = controller.nodes.state(node.name)
     return pb.TopologyNode(
         path=controller.topology.path(index),
         capacity=render_resources(node.resources),
-        free=render_resources(Resources(*controller.ledger.free_on(index))),
+        free=render_resources(Resources(*room.free_NR[index].tolist())),
         agent_address=agent.address if agent is not None else "",
         jobs=sorted(jobs.get(index, ())),
         state=state,

@@ -41,7 +41,7 @@ async def what_if(controller: Controller, request: pb.SimulateRequest) -> pb.Sim
     if never:
         outcomes.insert(0, pb.SimulatedOutcome(job=NEW_JOB, outcome="never", sentence=never))
     after = _room_after(view, decision)
-    held = int(topology.capacity_NR[:, 0].sum() - after.free_NR[:, 0].sum())
+    held = sum(holding.amount.gpus for holding in after.holdings.values())
     return pb.SimulateResponse(
         sentence=_sentence(outcomes, request),
         outcomes=outcomes,
@@ -105,6 +105,11 @@ def _room_on(room: Room, topology: Topology, ended: frozenset[str], controller: 
             nodes = {role: at[ranks] for role, ranks in holding.assignment.nodes.items()}
             assignment = Assignment(topology.levels[-1], 0, nodes)
             other.restore(job, Holding(holding.demand, assignment, at[holding.node_M], holding.gpus_M))
+    held_NR = np.zeros_like(room.free_NR)
+    for holding in room.holdings.values():
+        np.add.at(held_NR, holding.node_M, holding.need_MR)
+    # What is neither free nor held by a job is held by others.
+    other.free_NR[at] -= old.capacity_NR - room.free_NR - held_NR
     return other
 
 
