@@ -10,7 +10,7 @@ import uuid
 
 from conformance_changes import *  # noqa: F403
 from conformance_crashes import *  # noqa: F403
-from conformance_world import World, all_run, nodes_of, pids_of, restarts_of
+from conformance_world import all_run, nodes_of, pids_of, restarts_of
 from scheduler_stack import alive
 
 from reflux.scheduler.v1 import job_pb2
@@ -150,4 +150,4 @@ async def test_a_job_of_higher_priority_takes_the_room_and_gives_it_back(world):
     await world.until_clean(*pids_of(after).values())
 
 
-__all__ = ["World", *(name for name in dir() if name.startswith("test_"))]
+__all__ = [name for name in dir() if name.startswith("test_")]

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from conformance import World
+from conformance_world import World
 from kube_api import NAMESPACE
 from kube_cluster import Cluster
 from scheduler_stack import Zygote, alive

@@ -11,14 +11,14 @@ from types import FunctionType
 
 import conformance
 import pytest
-from conformance import World
+from conformance_world import World
 from ray_cluster import RayCluster
 
 from reflux_scheduler.backends.base import AgentLaunch
 from reflux_scheduler.backends.ray.backend import RayBackend
 from reflux_scheduler.backends.ray.settings import RaySettings
 
-QUICK = ("test_a_restarted_scheduler_adopts_what_runs_and_can_still_stop_it",)
+QUICK = ("test_the_life_of_a_gang",)
 
 
 def copy(test: FunctionType) -> FunctionType:

@@ -11,10 +11,10 @@ from types import FunctionType
 
 import conformance
 import pytest
-from conformance import World
+from conformance_world import World, nodes_of
 from slurm_cluster import Layout, SlurmCluster, slurm_cluster, why_not
 
-QUICK = ("test_a_restarted_scheduler_adopts_what_runs_and_can_still_stop_it",)
+QUICK = ("test_the_life_of_a_gang",)
 AGENT = b"reflux_scheduler.agent.main"
 LAUNCHER = b"reflux_scheduler.backends.slurm.launcher"
 
@@ -110,7 +110,7 @@ async def test_members_of_two_jobs_on_one_node_see_gpus_of_their_own(world):
     nodes: set[str] = set()
     for job in jobs:
         running = await world.client.until_state(job.name, "RUNNING")
-        nodes |= set(conformance.nodes_of(running).values())
+        nodes |= set(nodes_of(running).values())
     await world.until(lambda: len(world.starts()) == 4, "every member's start")
     for member, (pid,) in world.starts().items():
         seen.append(world.environment_of(member, pid)["CUDA_VISIBLE_DEVICES"])
