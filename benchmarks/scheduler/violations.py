@@ -2,7 +2,7 @@
 
 Random events (jobs come, end, run over, are cancelled; nodes die, drain, flap and come back; checkpoints; restarts of
 the scheduler; victims that take their time to stop) over the production `decide()` on a small cluster with nested
-queues. Every action is judged by plain counting that shares nothing with the policy. Every few hundred events arrivals
+queues. Every action is judged by plain counting that shares nothing with the policy. Every 2,000 events arrivals
 stop, nodes come back and jobs end: then all that can run at all must have run within a bound on departures.
 Last line: one JSON object.
 """
@@ -34,7 +34,7 @@ from reflux_placement.policy.view import (
 )
 from reflux_placement.room import Room
 
-EVENTS, BATCH, CALM_EVERY = 100_000, 16, 1500
+EVENTS, BATCH, CALM_EVERY = 100_000, 20, 2000
 
 
 class World(RandomEvents):

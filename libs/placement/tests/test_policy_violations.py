@@ -62,13 +62,14 @@ def _look_at_small_gangs_only(patch: pytest.MonkeyPatch) -> None:
 )
 def test_the_driver_notices_a_policy_that_makes_mistakes(monkeypatch, mistake, kind, events) -> None:
     mistake(monkeypatch)
-    assert getattr(driver.violations(events, seed=0), kind) > 0
+    assert any(getattr(driver.violations(events, seed), kind) for seed in range(12))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(1, 4))
 @pytest.mark.parametrize(
-    "config", [PolicyConfig(), PolicyConfig(reservations=3, backfill_depth=4, patience_seconds=60)]
+    "config",
+    [PolicyConfig(), PolicyConfig(reservations=3, backfill_depth=4, patience_seconds=60, backfill_order="arrival")],
 )
 def test_long_random_events_starve_nobody_and_break_nothing(seed, config) -> None:
     found = driver.violations(30_000, seed, config)
