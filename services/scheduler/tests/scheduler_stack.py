@@ -32,6 +32,7 @@ name = "test"
 gpus = 4
 cpus = 4
 memory = "8GiB"
+rails = ["mlx5_0", "mlx5_1"]
 [[block]]
 name = "b1"
 [[block.rack]]

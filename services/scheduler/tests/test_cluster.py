@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import urllib.request
 import uuid
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import grpc
 import pytest
 import redis
-from scheduler_stack import Client
+from scheduler_stack import Client, free_port
 
 from reflux.common.v1 import common_pb2
 from reflux.scheduler.v1 import job_pb2
@@ -103,7 +104,7 @@ def gang(count: int, gpus: float = 4, role: str = "learner", **fields) -> job_pb
 
 @contextlib.asynccontextmanager
 async def scheduler(
-    folder: Path, url: str, queues: str = "", topology: str = TOPOLOGY, **fields: float
+    folder: Path, url: str, queues: str = "", topology: str = TOPOLOGY, **fields: float | str
 ) -> AsyncIterator[Door]:
     (folder / "topology.toml").write_text(topology)
     (folder / "queues.toml").write_text(queues)
@@ -202,7 +203,6 @@ async def test_what_if_answers_from_the_policy_and_changes_nothing(door):
     (started,) = [each for each in ended.outcomes if each.job == "jobs/new"]
     assert (started.outcome, ended.held_gpus) == ("starts", 8)
     assert started.domain in ("c/b/r1", "c/b/r2")
-    assert started.cost.total >= 0
     grown = await door.simulate(job=new, add_nodes=[pb.SimulatedNode(name="n5", like="n4")])
     assert [each.outcome for each in grown.outcomes if each.job == "jobs/new"] == ["starts"]
     assert grown.total_gpus == 20
@@ -213,7 +213,18 @@ async def test_what_if_answers_from_the_policy_and_changes_nothing(door):
     assert [each.outcome for each in never.outcomes] == ["never"]
     assert "20 GPUs" in never.sentence
     urgent = await door.simulate(job=pb.CreateJobRequest(roles=[gang(4)], priority=9))
-    assert held.name in {each.job for each in urgent.outcomes if each.outcome == "preempted"}
+    outcomes = {each.job: each.outcome for each in urgent.outcomes}
+    assert outcomes == {held.name: "preempted", "jobs/new": "starts"}
+    assert "1 job(s) would be preempted" in urgent.sentence
+    assert urgent.held_gpus == 16
+    drained = await door.simulate(job=new, end_jobs=[held.name], drain_nodes=["n1", "n3"])
+    assert {each.job: each.outcome for each in drained.outcomes} == {"jobs/new": "starts"}
+    (across,) = drained.outcomes
+    assert across.domain == "c/b"
+    assert across.cost.traffic > started.cost.traffic > 0
+    assert across.cost.total > started.cost.total
+    drained = await door.simulate(job=new, end_jobs=[held.name], drain_nodes=["n1", "n2", "n3"])
+    assert {each.job: each.outcome for each in drained.outcomes} == {"jobs/new": "waits"}
     after = await door.get(held.name)
     assert list(after.placements) == list(held.placements)
     assert not after.preemptions
@@ -295,7 +306,7 @@ async def test_a_node_that_dies_and_comes_again_gets_no_work_until_it_was_quiet(
             assert (await door.node("n1")).state == "up"
             await door.register_as("n1", f"boot-{boot}")
         flapping = await door.until_node("n1", "flapping")
-        assert flapping.reason == "was lost 3 times"
+        assert flapping.reason == "failed 3 times"
         small = await door.placed(await door.new(gang(2), required_level="rack"))
         assert {place.node for place in small.placements} == {"c/b/r2/n3", "c/b/r2/n4"}
         large = await door.waits(await door.new(gang(2), required_level="rack"))
@@ -371,3 +382,63 @@ async def test_a_cluster_whose_topology_is_none_stops_the_start(monkeypatch, url
     with pytest.raises(StartupError, match=r"n1.*REFLUX_SCHEDULER_TOPOLOGY"):
         async with build(SchedulerSettings(listen="127.0.0.1:0", redis_url=url)):
             pass
+
+
+async def test_a_watch_that_is_resumed_tells_only_what_is_new(door):
+    job = await door.placed(await door.new(gang(1)))
+    first = await _next(door, job, "")
+    seen = [event.text for event in first.events]
+    assert any(text.startswith("PLACED") for text in seen)
+    await door.cancel(job.name)
+    second = await _next(door, job, first.resume_token)
+    assert int(second.resume_token) > int(first.resume_token)
+    told = [event.text for event in second.events]
+    assert any("cancelled on request" in text for text in told)
+    assert not set(told) & set(seen)
+    # Nothing is new after the last token: the stream stays silent.
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.3):
+            await _next(door, job, second.resume_token)
+
+
+async def _next(door: Door, job: job_pb2.Job, token: str) -> pb.WatchJobResponse:
+    request = pb.WatchJobRequest(name=job.name, resume_token=token)
+    async for change in door.stub.WatchJob(request, timeout=10):
+        return change
+    raise AssertionError("the stream ended")
+
+
+async def test_a_start_that_an_absent_agent_holds_up_is_given_up_with_the_reason(tmp_path, url):
+    async with scheduler(tmp_path, url, start_seconds=0.3) as door:
+        await door.register("n1")
+        job = await door.new(gang(1))
+        job = await door.until(job.name, lambda job: any(event.kind == "requeued" for event in job.events))
+        (told,) = [event.text for event in job.events if event.kind == "requeued"]
+        assert told == "it did not start within 0.3 s: 1 node(s) are not ready (n1): their members do not run"
+
+
+async def test_use_broken_room_and_lost_work_can_be_read_as_metrics(tmp_path, url):
+    address = f"127.0.0.1:{free_port()}"
+
+    async def figure(name: str) -> float:
+        text = (await asyncio.to_thread(urllib.request.urlopen, f"http://{address}/metrics")).read().decode()
+        (line,) = [line for line in text.splitlines() if line.startswith(f"reflux_scheduler_{name} ")]
+        return float(line.rpartition(" ")[2])
+
+    async def until_figure(name: str, value: float) -> None:
+        async with asyncio.timeout(20):
+            while await figure(name) != pytest.approx(value):
+                await asyncio.sleep(0.05)
+
+    async with scheduler(tmp_path, url, http_listen=address) as door:
+        await door.register("n1", "n2", "n3", "n4")
+        lost = await figure("preempted_work_lost_seconds_total")
+        job = await door.placed(await door.new(gang(1, gpus=3)))
+        await until_figure("utilisation", 3 / 16)
+        assert await figure('fragmentation{level="node"}') == pytest.approx(1 / 13)
+        assert await figure('fragmentation{level="rack"}') == pytest.approx(5 / 13)
+        await door.new(gang(4), priority=9)
+        await door.until(job.name, lambda job: job.preemptions)
+        async with asyncio.timeout(20):
+            while await figure("preempted_work_lost_seconds_total") <= lost:
+                await asyncio.sleep(0.05)

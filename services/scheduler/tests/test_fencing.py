@@ -1,54 +1,18 @@
 """What a deposed leader does to the cluster: it releases nothing and asks for nothing any more."""
 
-import asyncio
 import contextlib
-from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
 import redis
+from fake_cluster import SPEC, FakeCluster, candidate, until
 from redis.asyncio import Redis
-from scheduler_stack import HANG_SECONDS
 
-from reflux_placement.policy.health import DEFAULT_DAMPING
-from reflux_placement.policy.spares import SpareRule
-from reflux_placement.policy.view import DEFAULT_QUEUE, Queue
-from reflux_placement.topology import Node, Resources, Topology, build_topology
-from reflux_scheduler.backends.base import Backend, Grant, GrantStatus, NodeCondition
-from reflux_scheduler.candidate import Candidate, Plan
+from reflux_scheduler.backends.base import GrantStatus
 from reflux_scheduler.errors import NotLeading
-from reflux_scheduler.fleet import Terms
 from reflux_scheduler.grants import Grants
-from reflux_scheduler.job import Job, JobSpec, Placement, RolePlaces, RoleTemplate
-from reflux_scheduler.main import SchedulerSettings
-from reflux_scheduler.planner import Rules
+from reflux_scheduler.job import Job, Placement, RolePlaces
 from reflux_scheduler.store import LEADER, Store
-
-SPEC = JobSpec("test", (RoleTemplate("learner", 1, Resources(gpus=1), ("x",)),))
-
-
-class Cluster(Backend):
-    """A cluster of one node that gives all room at once."""
-
-    def __init__(self) -> None:
-        self.given: dict[str, GrantStatus] = {}
-        self.released: list[str] = []
-
-    async def discover(self) -> Topology | None:
-        return build_topology("c", [Node("n1", Resources(4, 4000, 1 << 30), {"rack": "r"})])
-
-    async def conditions(self) -> Mapping[str, NodeCondition]:
-        return {"n1": NodeCondition("up")}
-
-    async def request(self, grant: Grant) -> None:
-        self.given[grant.id] = GrantStatus(grant.id, "granted")
-
-    async def release(self, grant_id: str) -> None:
-        self.released.append(grant_id)
-        self.given.pop(grant_id, None)
-
-    async def grants(self) -> Mapping[str, GrantStatus]:
-        return dict(self.given)
 
 
 @pytest.fixture
@@ -60,31 +24,8 @@ async def keys(valkey):
         yield connection
 
 
-async def candidate(keys: Redis, cluster: Cluster, leader_seconds: float) -> Candidate:
-    topology = await cluster.discover()
-    assert topology is not None
-    plan = Plan(
-        topology=topology,
-        spares=SpareRule(),
-        rules=Rules(queues={DEFAULT_QUEUE: Queue(name=DEFAULT_QUEUE)}, shared_agents=False),
-        terms=Terms(),
-        flaps=DEFAULT_DAMPING,
-        start_seconds=600,
-        poll_seconds=0.02,
-        leader_seconds=leader_seconds,
-        backend_name="kubernetes",
-    )
-    return Candidate(keys, plan, cluster, SchedulerSettings(listen="127.0.0.1:0"))
-
-
-async def until(condition) -> None:
-    async with asyncio.timeout(HANG_SECONDS):
-        while not condition():
-            await asyncio.sleep(0.01)
-
-
 async def test_a_deposed_leader_does_not_release_the_grants_of_the_next_one(keys):
-    cluster = Cluster()
+    cluster = FakeCluster("n1")
     # The first renews its lease once in 200 s: what happens until then it does not hear, like one behind a partition.
     first, second = await candidate(keys, cluster, 600), await candidate(keys, cluster, 0.3)
     async with contextlib.AsyncExitStack() as stack:
@@ -102,7 +43,7 @@ async def test_a_deposed_leader_does_not_release_the_grants_of_the_next_one(keys
 
 
 async def test_a_leader_gives_back_what_belongs_to_no_job(keys):
-    cluster = Cluster()
+    cluster = FakeCluster("n1")
     cluster.given["stray-0"] = GrantStatus("stray-0", "granted")
     leader = await candidate(keys, cluster, 600)
     async with leader.standing("a:1", "a"):
@@ -112,7 +53,7 @@ async def test_a_leader_gives_back_what_belongs_to_no_job(keys):
 
 
 async def test_a_deposed_leader_asks_for_nothing_and_gives_nothing_back(keys):
-    cluster, store = Cluster(), Store(keys)
+    cluster, store = FakeCluster("n1"), Store(keys)
     store.lease = "1 a:1 a"
     await keys.set(LEADER, "2 b:1 b")
     grants = Grants(cluster, 600, lambda _: None, store.confirm)

@@ -54,6 +54,8 @@ async def test_a_gang_starts_with_its_environment_and_stops_as_one(stack, client
     seen = json.loads((tmp_path / "engine1").read_text())
     assert (seen["REFLUX_JOB"], seen["REFLUX_ROLE"], seen["REFLUX_RANK"]) == (job.name, "engine", "1")
     assert (seen["CUDA_VISIBLE_DEVICES"], seen["REFLUX_NODE"]) == ("3", "n1")
+    learner = json.loads((tmp_path / "learner0").read_text())
+    assert (learner["REFLUX_RAILS"], seen["REFLUX_RAILS"]) == ("mlx5_0", "mlx5_1")
     assert seen["REFLUX_REDIS_URL"] == stack.environment["REFLUX_REDIS_URL"]
     assert (await client.stub.GetTopology(pb.GetTopologyRequest())).nodes[0].free.gpus == 0
     await client.cancel(job.name)

@@ -5,7 +5,7 @@ import contextlib
 import logging
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from redis.exceptions import RedisError
@@ -74,10 +74,11 @@ class Controller:
         self._registrations = -1
         self._lost_posts: dict[Post, str] = {}
         self._down: dict[int, bool] = {}
+        self._blamed: set[str] = set()
         self.book = Book(store, ledger, metrics, self._job_changed)
         self._claims = Claims(store, ledger.topology)
         self.planner = Planner(self.book, ledger, nodes, rules, self._claims, metrics)
-        self._tools = Tools(self.book, ledger, fleet, crew, grants, start_seconds)
+        self._tools = Tools(self.book, ledger, fleet, crew, grants, start_seconds, rules.grant_seconds, self._blame)
         self._drivers: dict[str, JobDriver] = {}
         self._shapes: dict[GangDemand, Misfit | None] = {}
 
@@ -350,7 +351,9 @@ class Controller:
             news = self.grants.take_news()
         else:
             return False  # No node takes work before the cluster was asked for the first time.
-        failed, stopped = self.fleet.take_restarts(), self.fleet.stopped()
+        failed, stopped = dict(self.fleet.take_restarts()), self.fleet.stopped()
+        failed |= dict.fromkeys(self._blamed, self.nodes.failures_to_flap)
+        self._blamed.clear()
         return self.nodes.look(news, doubted, lost, time.time(), failed=failed, stopped=stopped)
 
     def _news_of_agents(self, now: float) -> tuple[dict[str, NodeCondition], frozenset[int]]:
@@ -372,6 +375,14 @@ class Controller:
             if not down and (heard is None or node.name in stopped or now - heard >= fleet.terms.doubt_seconds):
                 doubted.add(index)
         return news, frozenset(doubted)
+
+    def _blame(self, nodes: Sequence[str]) -> None:
+        """Nodes on which no agent came in time get no new work until they were quiet; unless there are so many that it
+        is not the nodes."""
+        flapping = sum(state == "flapping" for state in self.nodes.states.values())
+        if 2 * (flapping + len(self._blamed.union(nodes))) <= self.topology.num_nodes:
+            self._blamed.update(nodes)
+            self._look()
 
     def _driver_done(self, job_id: str) -> None:
         self._drivers.pop(job_id, None)

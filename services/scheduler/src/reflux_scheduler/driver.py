@@ -41,6 +41,12 @@ class Tools:
     start_seconds: float
     """A gang whose room was given runs within this time, or it is tried again elsewhere."""
 
+    grant_seconds: float
+    """Room that the cluster does not give within this time is given up: the policy looks anew."""
+
+    blame: Callable[[Sequence[str]], None]
+    """Told of nodes on which no agent came in time."""
+
 
 class JobDriver:
     """One task per placed job, so that a slow or absent agent holds up nobody else."""
@@ -90,7 +96,8 @@ class JobDriver:
     async def _rest(self) -> None:
         """Until somebody nudges; deadlines need no more than a look now and then."""
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_LOOK_SECONDS * (0.5 + random.random())):
+            seconds = min(_LOOK_SECONDS, self._tools.start_seconds, self._tools.grant_seconds)
+            async with asyncio.timeout(seconds * (0.5 + random.random())):
                 await self._nudged.wait()
 
     async def _complain(self, text: str) -> None:
@@ -120,7 +127,7 @@ class JobDriver:
             return False
         for part in job.parts:
             if not await self._granted(job, part):
-                return False
+                return await self._not_given(job, part)
         job = self._book.get(job.id)
         if job.state != "PLACED" or job.ending is not None or not self._agents_there(job):
             return await self._expired(job, "PLACED")
@@ -155,6 +162,17 @@ class JobDriver:
             await self._say(f"waits for {name}" + (f": {status.reason}" if status.reason else ""))
         return status.state == "granted"
 
+    async def _not_given(self, job: Job, part: Part) -> bool:
+        """Gives room up that the cluster does not give, with the reason; always False."""
+        job, grant_id, seconds = self._book.get(job.id), f"{job.id}-{part.number}", self._tools.grant_seconds
+        if self._tools.grants.asked_seconds(grant_id) >= seconds:
+            status = self._tools.grants.status(grant_id)
+            reason = status.reason if status is not None else ""
+            await self._requeue(
+                f"the cluster did not give its room within {seconds:g} s: {reason or 'no reason given'}"
+            )
+        return False
+
     def _agents_there(self, job: Job) -> bool:
         assert job.placement is not None
         now = time.monotonic()
@@ -172,12 +190,12 @@ class JobDriver:
         late = [seat for seat in job.placement.seats() if job.status(seat).state not in ("running", "succeeded")]
         nodes = sorted({seat.node for seat in late})
         named = ", ".join(nodes[:5]) + (", ..." if len(nodes) > 5 else "")
-        now = time.monotonic()
-        silent = [
-            n
-            for n in nodes
-            if not any(p[0] == n and self._tools.fleet.is_available(p, now) for p in self._tools.fleet.agents())
-        ]
+        now, fleet = time.monotonic(), self._tools.fleet
+        silent = sorted(
+            {seat.node for seat in late if not fleet.is_available((seat.node, job.grant_id(seat.part)), now)}
+        )
+        if silent:
+            self._tools.blame(silent)
         what = f"no agent on {len(silent)} of them" if silent else "their members do not run"
         cause = f"it did not start within {seconds:g} s: {len(nodes)} node(s) are not ready ({named}): {what}"
         if job.slow_starts + 1 >= MAX_SLOW_STARTS:
@@ -205,10 +223,14 @@ class JobDriver:
         job = self._book.get(job.id)
         if job.ending is not None or job.placement is None:
             return True
-        await _all(
-            [self._start(job, seat) for seat in jobs.to_start(job) if self._reachable(job, seat)]
-            + [self._stop(job, seat) for seat in jobs.to_stop(job)]
-        )
+        try:
+            await _all(
+                [self._start(job, seat) for seat in jobs.to_start(job) if self._reachable(job, seat)]
+                + [self._stop(job, seat) for seat in jobs.to_stop(job)]
+            )
+        except AgentAway:
+            await self._expired(self._book.get(job.id), "STARTING")
+            raise
         await self._drop_empty_parts(self._book.get(job.id))
         job = self._book.get(job.id)
         if job.state == "STARTING":
@@ -228,7 +250,14 @@ class JobDriver:
             return
         for part in job.parts:
             if part.number not in _used_parts(job) and await self._tools.grants.release(job, part.number):
-                await self._book.change(job.id, lambda job, n=part.number: jobs.released(job, n, time.time()))
+                await self._released(job, part.number)
+
+    async def _released(self, job: Job, part: int) -> None:
+        """After the cluster took a part back: nobody calls its agents any more."""
+        await self._book.change(job.id, lambda job: jobs.released(job, part, time.time()))
+        for post in self._tools.fleet.of_grant(f"{job.id}-{part}"):
+            self._tools.fleet.forget(post)
+            await self._tools.crew.forget(post)
 
     async def _wind_down(self, job: Job) -> bool:
         """Stops every member, then gives the room back; where the room's end is the agents' end, absent ones count as
@@ -246,7 +275,7 @@ class JobDriver:
             return True
         for part in job.parts:
             if await self._tools.grants.release(job, part.number):
-                await self._book.change(job.id, lambda job, n=part.number: jobs.released(job, n, time.time()))
+                await self._released(job, part.number)
         job = await self._book.change(job.id, lambda job: jobs.settled(job, time.time()))
         return False
 

@@ -120,6 +120,10 @@ class Fleet:
         agent = self._agents[post]
         return Heard(agent.incarnation, agent.reports)
 
+    def of_grant(self, grant_id: str) -> list[Post]:
+        """Posts of the agents of a grant."""
+        return [post for post in self._agents if post[1] == grant_id]
+
     def forget(self, post: Post) -> None:
         """Its grant is over."""
         self._agents.pop(post, None)

@@ -84,6 +84,11 @@ class Grants:
         self._asked.pop(grant_id, None)
         return True
 
+    def asked_seconds(self, grant_id: str) -> float:
+        """How long ago this scheduler asked for a grant; 0 when it has not."""
+        asked = self._asked.get(grant_id)
+        return time.monotonic() - asked if asked is not None else 0.0
+
     def status(self, grant_id: str) -> GrantStatus | None:
         """What the cluster says of a grant that was asked for; None while it has not been asked since."""
         listed = self._listed.get(grant_id)

@@ -66,6 +66,10 @@ class SchedulerSettings(ServiceSettings):
     start_seconds: float = Field(default=600.0, gt=0)
     """A gang whose room was given runs within this time, or it is tried again elsewhere."""
 
+    grant_seconds: float = Field(default=3600.0, gt=0)
+    """Room that the cluster does not give within this time is given up: the job is placed anew, with what the cluster
+    says of its nodes by then."""
+
     move_loss_seconds: float = Field(default=600.0, ge=0)
     """A job is moved (to mend fragmentation, or off a draining node) only this soon after a checkpoint: most work that
     a move may lose."""
@@ -153,6 +157,7 @@ async def _plan(settings: SchedulerSettings, backend: Backend) -> Plan:
     rules = Rules(
         queues=queues,
         config=config or DEFAULT_CONFIG,
+        grant_seconds=settings.grant_seconds,
         move_loss_seconds=settings.move_loss_seconds,
         node_drain_seconds=settings.node_drain_seconds,
         shared_agents=backend.shared_agents,

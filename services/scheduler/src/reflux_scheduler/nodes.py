@@ -44,6 +44,11 @@ class Nodes:
         self.closed: frozenset[int] = frozenset(range(topology.num_nodes))
         """Nodes in doubt: no new work for now, but nothing is lost."""
 
+    @property
+    def failures_to_flap(self) -> int:
+        """So many failures at once make a node flapping."""
+        return int(self._flaps.suppress / self._flaps.penalty) + 1
+
     def restore(self, drains: Mapping[str, str], health: Mapping[str, Mapping[str, bool | int | float]]) -> None:
         """Takes over what the last scheduler knew."""
         self.drains = {node: why for node, why in drains.items() if node in self._topology}
@@ -132,7 +137,7 @@ class Nodes:
         if state == "draining":
             return state, self.drains.get(node) or self._known.get(node, _UNKNOWN).reason
         if state == "flapping":
-            return state, f"was lost {self._health[node].failures} times"
+            return state, f"failed {self._health[node].failures} times"
         return state, self._known.get(node, _UNKNOWN).reason if state != "up" else ""
 
     def absent(self, most: int = 5) -> str:

@@ -30,7 +30,7 @@ from reflux_scheduler import jobs
 from reflux_scheduler.book import Book
 from reflux_scheduler.claims import Claims
 from reflux_scheduler.job import Job, Part, Placement
-from reflux_scheduler.ledger import Ledger, planned_placement
+from reflux_scheduler.ledger import Ledger, planned_placement, renumbered
 from reflux_scheduler.metrics import Metrics
 from reflux_scheduler.nodes import Nodes
 
@@ -52,6 +52,9 @@ class Rules:
 
     node_drain_seconds: float = 3600.0
     """What has not left a draining node after this long leaves it all the same; 0 is at once."""
+
+    grant_seconds: float = 3600.0
+    """Room that the cluster does not give within this time is given up, and the job placed anew."""
 
     shared_agents: bool = True
     """Rooms need no asking (backend `local`); elsewhere a gang never shrinks below what its first grant holds."""
@@ -199,15 +202,19 @@ class Planner:
         moving = [self._book.get(_id(name)) for name, _ in action.moves]
         cause = f"migrates so that {action.beneficiary} fits: {action.why}"
         now = time.time()
+
+        def counted(job: Job) -> Job:
+            return job if self._rules.shared_agents else replace(job, next_part=job.next_part + 1)
+
         try:
             for job in moving:
                 self._ledger.room.release(job.name)
             places = {
-                job.id: self._ledger.take(job, assignment, job.next_part)
+                job.id: renumbered(self._ledger.take(job, assignment, job.next_part), job.next_part)
                 for job, (_, assignment) in zip(moving, action.moves, strict=True)
             }
             await self._book.change_all(
-                {job.id: lambda job: jobs.requeue(job, cause, now, then=places[job.id]) for job in moving}
+                {job.id: lambda job: jobs.requeue(counted(job), cause, now, then=places[job.id]) for job in moving}
             )
         finally:
             for job in moving:

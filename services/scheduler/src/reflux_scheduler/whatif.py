@@ -13,7 +13,7 @@ from reflux_placement.gang import Assignment
 from reflux_placement.place.cost import cost
 from reflux_placement.place.search import fits_ever
 from reflux_placement.policy.cycle import decide
-from reflux_placement.policy.view import Action, Ask, Decision, Migrate, NodeState, Preempt, Resize, Start, View
+from reflux_placement.policy.view import Action, Ask, Decision, Live, Migrate, NodeState, Preempt, Resize, Start, View
 from reflux_placement.policy.view import Replace as ReplaceAction
 from reflux_placement.policy.view import Requeue as RequeueAction
 from reflux_placement.room import Holding, Room
@@ -24,24 +24,38 @@ from reflux_scheduler.parse import parse_job_name, parse_node, parse_spec
 from reflux_scheduler.render import render_cost
 
 NEW_JOB = "jobs/new"
+_CYCLES = 3
+"""Cycles that are looked at: who gets room that another gives back starts in the cycle after."""
+
 _MAX_NODES = 100_000
 """Nodes that one question may add."""
 
 
 async def what_if(controller: Controller, request: pb.SimulateRequest) -> pb.SimulateResponse:
-    """What the policy would do at once. Raises InvalidRequest or NotFound."""
+    """What the policy would do at once, and once those that it stops, shrinks or moves are gone.
+
+    Raises InvalidRequest or NotFound.
+    """
     topology = _changed_topology(controller.topology, request)
     view, never = _view(controller, request, topology)
-    decision = await asyncio.to_thread(decide, replace(view, room=view.room.copy()), controller.rules.config)
-    outcomes = [_outcome(action, view, job) for action in decision.actions for job in _touched(action)]
-    told = {outcome.job for outcome in outcomes}
-    for job, wait in decision.waits.items():
-        if job not in told:
-            outcomes.append(pb.SimulatedOutcome(job=job, outcome="waits", sentence=wait.sentence))
+    told: dict[str, pb.SimulatedOutcome] = {}
     if never:
-        outcomes.insert(0, pb.SimulatedOutcome(job=NEW_JOB, outcome="never", sentence=never))
-    after = _room_after(view, decision)
-    held = sum(holding.amount.gpus for holding in after.holdings.values())
+        told[NEW_JOB] = pb.SimulatedOutcome(job=NEW_JOB, outcome="never", sentence=never)
+    for _ in range(_CYCLES):
+        decision = await asyncio.to_thread(decide, replace(view, room=view.room.copy()), controller.rules.config)
+        for action in decision.actions:
+            for job in _touched(action):
+                if job not in told:
+                    told[job] = _outcome(action, view, job)
+        waits = decision.waits
+        view = _after(view, decision)
+        if all(isinstance(action, Start) for action in decision.actions):
+            break
+    for job, wait in waits.items():
+        if job not in told:
+            told[job] = pb.SimulatedOutcome(job=job, outcome="waits", sentence=wait.sentence)
+    outcomes = list(told.values())
+    held = sum(holding.amount.gpus for holding in view.room.holdings.values())
     return pb.SimulateResponse(
         sentence=_sentence(outcomes, request),
         outcomes=outcomes,
@@ -196,6 +210,19 @@ def _room_after(view: View, decision: Decision) -> Room:
             if assignment is not None and job not in room.holdings:
                 room.take(job, gangs[job], assignment)
     return room
+
+
+def _after(view: View, decision: Decision) -> View:
+    """The view once everything is carried out."""
+    room, live, asks = _room_after(view, decision), dict(view.live), {ask.job: ask for ask in view.pending}
+    for action in decision.actions:
+        if isinstance(action, Start):
+            live[action.job] = Live(ask=asks.pop(action.job), started_at=view.now, saved_at=view.now)
+        elif isinstance(action, Preempt | RequeueAction):
+            for job in _touched(action):
+                asks[job] = live.pop(job).ask
+    pending = sorted(asks.values(), key=lambda ask: ask.number)
+    return replace(view, room=room, live=live, pending=pending, claims=decision.claims)
 
 
 def _sentence(outcomes: list[pb.SimulatedOutcome], request: pb.SimulateRequest) -> str:
