@@ -189,7 +189,7 @@ def cost_of_nodes(
     weights: Weights = DEFAULT_WEIGHTS,
     running: Ints | None = None,
 ) -> Cost:
-    """The same for roles placed so far. `free_gpus_N` is before the placement, `running` its `running_sums` if at hand."""
+    """The same for roles placed so far. `free_gpus_N` is before the placement, `running` its `running_sums`, if any."""
     roles = tuple(demand for demand in gang.roles if len(nodes.get(demand.role, ())))
     if not roles:
         return Cost(0.0, 0.0)

@@ -127,12 +127,12 @@ class _Search:
         """Whether no step is left: prices, cells packed for them, and rankings of moves together."""
         return len(self._seen) + self._rounds + self._yard.work + self._moves.work > self._steps
 
-    def descend(self, counts: Counts, price: float) -> tuple[float, Counts]:
-        """Improves until none of the promising moves helps or no step is left."""
+    def descend(self, counts: Counts, price: float, locked: frozenset[int] = frozenset()) -> tuple[float, Counts]:
+        """Improves until none of the promising moves of roles that are not locked helps or no step is left."""
         better = True
         while better and not self._spent:
             better = False
-            for trial in self._trials(counts):
+            for trial in self._trials(counts, locked):
                 found = self.price(trial)
                 if found < price - TINY:
                     counts, price, better = trial, found, True
@@ -141,11 +141,15 @@ class _Search:
                     break
         return price, counts
 
-    def _trials(self, counts: Counts) -> Iterator[Counts]:
+    def _trials(self, counts: Counts, locked: frozenset[int]) -> Iterator[Counts]:
         """Counts after the moves that promise most, those that break a relation mended."""
+        yield from self._mended(counts, self._moves.ranked(counts), locked)
+        yield from self._mended(counts, self._moves.chained(counts), locked)
+
+    def _mended(self, counts: Counts, moves: list[Move], locked: frozenset[int]) -> Iterator[Counts]:
         tried, repairs = 0, MAX_REPAIRS
-        for move in self._moves.ranked(counts):
-            trial = _moved(counts, move)
+        for move in moves:
+            trial = None if any(role in locked for role, *_ in move) else _moved(counts, move)
             if trial is None:
                 continue
             if self._yard.allows(trial):
@@ -178,24 +182,29 @@ class _Search:
         while not self._spent and failures < PATIENCE:
             counts, price = best[1], best[0]
             self._rounds += 1
-            for _ in range(KICKS):
-                trial = self._kicked(counts)
+            locked: set[int] = set()
+            for _ in range(1 + failures % KICKS):
+                role, trial = self._kicked(counts)
                 if self.price(trial) < math.inf:
                     counts, price = trial, self._seen[trial]
+                    locked.add(role)
+            # The others follow first: else the first step down would be the way back.
+            price, counts = self.descend(counts, price, frozenset(locked))
             found = self.descend(counts, price)
             failures = 0 if found[0] < best[0] - TINY else failures + 1
             best = found if not failures else best
         return best
 
-    def _kicked(self, counts: Counts) -> Counts:
-        """The counts after one random move."""
+    def _kicked(self, counts: Counts) -> tuple[int, Counts]:
+        """A role and the counts after a random move of it."""
         role = self._random.randrange(len(counts))
         a = self._random.choice([cell for cell, held in enumerate(counts[role]) if held])
         b = self._random.randrange(len(self._yard.cells.parts))
         unit, held = self._yard.unit(self._yard.plans[role]), counts[role][a]
         members = self._random.choice([held, min(unit, held)])
-        shares = next((each for each in self._bound if role in each), {role: members})
-        return _moved(counts, tuple((each, a, b, held) for each, held in shares.items())) or counts
+        bound = next((each for each in self._bound if role in each), None)
+        shares = bound if bound and self._random.randrange(2) else {role: members}
+        return role, _moved(counts, tuple((each, a, b, held) for each, held in shares.items())) or counts
 
 
 def _moved(counts: Counts, move: Move) -> Counts | None:

@@ -5,11 +5,10 @@ different parts, by  j * (P[r, b] - P[r, a]) + 2 * rate[r, r] * j^2  with  P = (
 members N of all roles per part. Two moves at once add  -2 * j * i * rate[r, s].  Touched parts count for single moves.
 """
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from reflux_placement.place.cells import Counts
+from reflux_placement.place.chains import Level, Scene, chains
 from reflux_placement.place.cost import Floats
 from reflux_placement.place.yard import Yard
 from reflux_placement.topology import Ints
@@ -26,23 +25,6 @@ PAIRS_PER_STEP = 150
 Ranked = list[tuple[float, Move]]
 
 
-@dataclass(frozen=True, eq=False)
-class _Level:
-    """What one level adds to the estimates, prepared once."""
-
-    group_K: Ints
-    member_GK: Floats
-    apart_KK: Floats
-    pull_RR: Floats
-    """Rates with the diagonal doubled."""
-
-    rate_RR: Floats
-    self_R11: Floats
-    price: float
-    free_K: Floats
-    """Free GPUs of the part of each cell."""
-
-
 class Moves:
     """Single moves, exchanges, and moves of bound roles in one yard."""
 
@@ -54,7 +36,7 @@ class Moves:
         self._equal_R1 = np.where((equal_R > 1) & (self._unit_R1[:, 0] == 1), equal_R, 1 << 30)[:, None]
         self._bound, self._most = bound, most
         self._levels = [
-            _Level(
+            Level(
                 group_K,
                 (np.arange(group_K.max() + 1)[:, None] == group_K).astype(np.float64),
                 (group_K[:, None] != group_K).astype(np.float64),
@@ -72,7 +54,9 @@ class Moves:
         self.work = 0.0
         """Steps spent on ranking so far."""
 
+        self._weight_R = np.maximum([plan.demand.each.gpus for plan in yard.plans], 1)
         self._known: dict[Counts, list[Move]] = {}
+        self._known_chains: dict[Counts, list[Move]] = {}
 
     def ranked(self, counts: Counts) -> list[Move]:
         """The moves that promise most, best first; those that promise a loss are left out."""
@@ -99,6 +83,20 @@ class Moves:
         best = list(dict.fromkeys(move for _, move in found))[: self._most]
         self._known[counts] = best
         return best
+
+    def chained(self, counts: Counts) -> list[Move]:
+        """Two moves in a row that promise most, for counts that no single move or plain exchange makes cheaper."""
+        known = self._known_chains.get(counts)
+        if known is None:
+            counts_RK = np.array(counts, dtype=np.int64)
+            pulls = [(level.pull_RR @ (counts_RK @ level.member_GK.T))[:, level.group_K] for level in self._levels]
+            left_KC = self._free_KC - counts_RK.T @ self._need_RC
+            unit_R = self._unit_R1[:, 0]
+            scene = Scene(self._levels, pulls, counts_RK, left_KC, self._need_RC, self._weight_R, unit_R)
+            self.work += scene.num_chains / PAIRS_PER_STEP
+            found = sorted(chains(scene, self._most), key=lambda each: each[0])
+            known = self._known_chains[counts] = list(dict.fromkeys(move for _, move in found))[: self._most]
+        return known
 
     def _change(self, size_RK: Ints, pulls: list[Floats]) -> Floats:
         """Change of the pairs' price for every single move [R, from, to]; inf where there is none to make."""

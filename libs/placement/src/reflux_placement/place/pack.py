@@ -55,6 +55,23 @@ class Question:
             start=np.zeros(3, dtype=np.int64),
         )
 
+    def plan(self, role: str) -> RolePlan:
+        """The plan of a role that has members."""
+        return next(each for each in self.plans if each.demand.role == role)
+
+    def followers(self, role: str, level: int) -> set[str]:
+        """Roles that lie in the same domains of a level as a role, because they follow it or one that does."""
+        found: set[str] = set()
+        todo = [role]
+        while todo:
+            near = todo.pop()
+            for relation in self.relations:
+                inside = relation.level and relation.required and self.topology.tightness(relation.level) <= level
+                if inside and relation.near == near and relation.role not in found | {role}:
+                    found.add(relation.role)
+                    todo.append(relation.role)
+        return found
+
     def hard(self, role: str) -> list[Relation]:
         """Hard relations in which a role follows another one."""
         return [r for r in self.relations if r.role == role and r.level and r.required]
@@ -161,10 +178,10 @@ class Packer:
             inside = [r for r in followers if question.topology.tightness(r.level) < self._view.top]
             if not inside:
                 continue
-            level = min(question.topology.tightness(relation.level) for relation in inside)
+            level = max(question.topology.tightness(relation.level) for relation in inside)
             together = np.array(plan.demand.each.row, dtype=np.float64)
-            for relation in inside:
-                follower = next(each for each in question.plans if each.demand.role == relation.role)
+            for role in question.followers(plan.demand.role, level):
+                follower = question.plan(role)
                 together += np.array(follower.demand.each.row) * (follower.count / plan.count)
             layer = question.tree.layers[level]
             low, high = self._view.bounds(level)
@@ -240,24 +257,34 @@ class Packer:
         """Lowers how many members of the role that it follows may lie in the domains where this one does not fit."""
         starts_P = self._question.tree.layers[level].starts_P[slice(*self._view.bounds(level))] - self._view.first
         short_P = want_P > np.add.reduceat(copies_N, starts_P)
-        relation = leading(self._question, self._view, plan.demand.role, nodes)
-        assert relation is not None, "a role without a relation has no wants that could fail"
-        near = next(each for each in self._question.plans if each.demand.role == relation.near)
+        near = self._question.plan(self._leader(plan.demand.role, level, nodes))
+        near_M = nodes[near.demand.role]
         low, high = self._view.bounds(level)
-        near_P = np.bincount(self._question.tree.layers[level].part_N[nodes[relation.near]] - low, minlength=high - low)
+        near_P = np.bincount(self._question.tree.layers[level].part_N[near_M] - low, minlength=high - low)
         if not short_P.any():
             short_P = want_P > 0
         step = near.shape.segment_size if near.shape.segment_level <= level else 1
         deficit_P = np.maximum(want_P - np.add.reduceat(copies_N, starts_P), 1)
         # A member of the near role that leaves makes room too: half of the shortfall at once, and at least one step.
         cut_P = np.maximum(deficit_P * near.count // (2 * plan.count), step)
-        old = self._limits.get(relation.near)
+        old = self._limits.get(near.demand.role)
         layer = self._question.tree.layers[level]
         limit_P = old[1].copy() if old is not None and old[0] == level else np.full(layer.num_parts, near.count)
         lowered_P = np.where(short_P, np.minimum(limit_P[low:high], np.maximum(near_P - cut_P, 0)), limit_P[low:high])
         self._tightened = bool((lowered_P < limit_P[low:high]).any())
         limit_P[low:high] = lowered_P
-        self._limits[relation.near] = (level, limit_P)
+        self._limits[near.demand.role] = (level, limit_P)
+
+    def _leader(self, role: str, level: int, nodes: dict[str, Ints]) -> str:
+        """The role that decides how many of `role` lie in every part of a level."""
+        seen = {role}
+        while True:
+            relation = leading(self._question, self._view, role, nodes)
+            decided = relation is not None and self._question.topology.tightness(relation.level) <= level
+            if relation is None or not decided or relation.near in seen:
+                return role
+            role = relation.near
+            seen.add(role)
 
     def _cheapest(self, plan: RolePlan, options: list[Ints], nodes: dict[str, Ints]) -> Ints:
         """The option with the lowest cost of all roles placed so far."""

@@ -38,7 +38,7 @@ class Limits:
     exhaust_steps: int = 4_000
     """Steps of the complete search behind the packing; about 20 ms. A gang that needs more counts as a misfit."""
 
-    improve_steps: int = 200
+    improve_steps: int = 400
     """Steps of the local search for gangs that span several of the tightest named domains, about 0.1 ms each. 0 keeps
     the cheapest packing."""
 

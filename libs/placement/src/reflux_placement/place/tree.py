@@ -57,10 +57,6 @@ class Tree:
 
     layers: tuple[Layer, ...]
 
-    def part_at(self, level: int, start: int) -> int:
-        """The part of a level that holds a node."""
-        return int(self.layers[level].part_N[start])
-
 
 _trees: "WeakKeyDictionary[Topology, Tree]" = WeakKeyDictionary()
 
