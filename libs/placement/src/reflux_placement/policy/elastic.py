@@ -33,24 +33,6 @@ class Shrink:
     assignment: Assignment
 
 
-@dataclass(slots=True)
-class _Target:
-    """A role of a running job on its way to another size."""
-
-    ask: Ask
-    demand: RoleDemand
-    count: int
-
-    @property
-    def unit(self) -> int:
-        return self.demand.segment_size or 1
-
-    def key(self, extra: int = 0) -> tuple[float, int, int, str]:
-        """Smallest first: how far it is from its desired size, then priority, then order of submission."""
-        share = (self.count + extra) / max(1, self.demand.count)
-        return (share, -self.ask.priority, self.ask.number, self.demand.role)
-
-
 def grow(
     room: Room,
     live: Mapping[str, Live],

@@ -64,10 +64,6 @@ class Figures(Locality):
     makespan: float
     """From the first arrival to the last end."""
 
-    def as_dict(self) -> dict[str, float | int]:
-        """For JSON, floats cut to six digits."""
-        return {name: float(f"{v:.6g}") if isinstance(v, float) else v for name, v in asdict(self).items()}
-
 
 NAMES = tuple(field.name for field in fields(Figures))
 
