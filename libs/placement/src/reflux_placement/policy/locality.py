@@ -9,9 +9,10 @@ from dataclasses import replace
 from functools import lru_cache
 
 from reflux_placement.gang import GangDemand
+from reflux_placement.place.capacity import copies_per_node
 from reflux_placement.place.search import fits_ever
 from reflux_placement.policy.view import Ask
-from reflux_placement.topology import Topology
+from reflux_placement.topology import CLUSTER, Topology
 
 
 def held_together(pending: Sequence[Ask], topology: Topology, now: float, patience_seconds: float) -> list[Ask]:
@@ -37,4 +38,13 @@ def _tight(topology: Topology, gang: GangDemand) -> GangDemand | None:
     if topology.tightness(gang.preferred_level) >= topology.tightness(gang.required_level):
         return None
     tight = replace(gang, required_level=gang.preferred_level)
-    return None if fits_ever(topology, tight) is not None else tight
+    return tight if _could_hold(topology, tight) else None
+
+
+def _could_hold(topology: Topology, gang: GangDemand) -> bool:
+    """Whether the gang fits on the empty cluster. Sums decide for one plain role; others are searched for."""
+    role = gang.roles[0]
+    if len(gang.roles) > 1 or role.segment_size or role.max_per_domain or role.required_level != CLUSTER:
+        return fits_ever(topology, gang) is None
+    copies_N = copies_per_node(topology.capacity_NR, role.each)
+    return int(topology.sums(copies_N, topology.tightness(gang.required_level)).max(initial=0)) >= role.least
