@@ -1,5 +1,8 @@
 """Starts that do not come about: the job says why, and is tried elsewhere."""
 
+import time
+from dataclasses import replace
+
 import pytest
 import redis
 from fake_cluster import SPEC, FakeCluster, candidate, until
@@ -47,7 +50,7 @@ async def test_nodes_are_not_blamed_when_no_agent_comes_anywhere(keys):
 
 async def test_room_that_the_cluster_does_not_give_is_given_up_for_other_room(keys):
     cluster = FakeCluster("n1", "n2")
-    leader = await candidate(keys, cluster, 600, grant_seconds=0.3)
+    leader = await candidate(keys, cluster, 600, grant_seconds=1.5)
     async with leader.standing("a:1", "a"):
         controller = await leader.leading()
         cluster.busy = frozenset({"n1", "n2"})
@@ -62,5 +65,20 @@ async def test_room_that_the_cluster_does_not_give_is_given_up_for_other_room(ke
         assert cluster.released[0] == cluster.asked[0].id
         job = controller.book.get(job.id)
         told = [event.text for event in job.events if event.kind == "requeued"]
-        assert told == ["the cluster did not give its room within 0.3 s: somebody else is there"]
+        assert told == ["the cluster did not give its room within 1.5 s: somebody else is there"]
         assert job.slow_starts == 0
+
+
+async def test_agents_of_a_grant_that_was_given_back_are_forgotten(keys):
+    cluster = FakeCluster("n1", "n2")
+    leader = await candidate(keys, cluster, 600)
+    async with leader.standing("a:1", "a"):
+        controller = await leader.leading()
+        two = replace(SPEC, roles=(replace(SPEC.roles[0], count=2),))
+        job = await controller.create(two, "one")
+        await until(lambda: controller.book.get(job.id).parts and cluster.asked)
+        post = ("n1", cluster.asked[0].id)
+        controller.fleet.register(post, "127.0.0.1:9", "a", (), time.monotonic())
+        await controller.cancel(job.id)
+        await until(lambda: controller.book.get(job.id).final)
+        await until(lambda: not controller.fleet.agents())

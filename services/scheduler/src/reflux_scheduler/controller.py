@@ -5,7 +5,7 @@ import contextlib
 import logging
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
 from redis.exceptions import RedisError
@@ -16,7 +16,6 @@ from reflux_placement.place.search import fits_ever
 from reflux_placement.policy.view import Queue
 from reflux_placement.topology import Topology
 from reflux_scheduler import jobs
-from reflux_scheduler.backends.base import NodeCondition
 from reflux_scheduler.book import Book
 from reflux_scheduler.claims import Claims
 from reflux_scheduler.crew import Crew
@@ -30,6 +29,7 @@ from reflux_scheduler.metrics import Metrics
 from reflux_scheduler.nodes import Nodes
 from reflux_scheduler.planner import Planner, Rules
 from reflux_scheduler.store import Store
+from reflux_scheduler.watch import Watch
 
 log = logging.getLogger(__name__)
 
@@ -72,13 +72,13 @@ class Controller:
         self._ticked_at = 0.0
         self._observed_at = 0.0
         self._registrations = -1
-        self._lost_posts: dict[Post, str] = {}
-        self._down: dict[int, bool] = {}
-        self._blamed: set[str] = set()
         self.book = Book(store, ledger, metrics, self._job_changed)
         self._claims = Claims(store, ledger.topology)
         self.planner = Planner(self.book, ledger, nodes, rules, self._claims, metrics)
-        self._tools = Tools(self.book, ledger, fleet, crew, grants, start_seconds, rules.grant_seconds, self._blame)
+        self.watch = Watch(self.book, nodes, fleet, grants)
+        self._tools = Tools(
+            self.book, ledger, fleet, crew, grants, start_seconds, rules.grant_seconds, self.watch.blame
+        )
         self._drivers: dict[str, JobDriver] = {}
         self._shapes: dict[GangDemand, Misfit | None] = {}
 
@@ -158,7 +158,7 @@ class Controller:
             self.nodes.drains.pop(node, None)
         else:
             self.nodes.drains[node] = why
-        self._look()
+        self.watch.look()
         self.wake_policy()
 
     async def _misfit_ever(self, demand: GangDemand) -> Misfit | None:
@@ -263,7 +263,7 @@ class Controller:
         if ticked or (came and self.topology.num_nodes <= _MANY_NODES):
             self._registrations = self.fleet.registrations
             await self._count_lost(now)
-            self._due = self._look() or self._due
+            self._due = self.watch.look() or self._due
             await self._store.set_health(self.nodes.unsaved())
         if self._due or now - self._cycled_at > _CYCLE_SECONDS:
             self._due = False
@@ -301,8 +301,7 @@ class Controller:
 
     async def _count_lost(self, now: float) -> None:
         """Applies what the silence of agents says."""
-        self._lost_posts = self._silent(now)
-        for post, why in self._lost_posts.items():
+        for post, why in self.watch.lost_posts(now).items():
             for job_id in self.book.at(post):
                 job = self.book.get(job_id)
                 if (
@@ -312,28 +311,6 @@ class Controller:
                     self.planner.broken.add(job_id)
                     self._due = True
 
-    def _silent(self, now: float) -> dict[Post, str]:
-        """Posts with jobs whose agents are gone for good, or whose grants lost the node, and why."""
-        lost: dict[Post, str] = {}
-        for post, why in self.grants.lost_posts().items():
-            if post in self.book.posts:
-                lost[post] = why
-        for post in self.fleet.silent(self.book.posts.keys(), now):
-            if post not in lost and any(self._was_there(self.book.get(job), post) for job in self.book.at(post)):
-                silent = self.fleet.silent_seconds(post, now)
-                lost[post] = f"node {post[0]} is lost: its agent was silent for {silent:.0f} s"
-        return lost
-
-    @staticmethod
-    def _was_there(job: Job, post: Post) -> bool:
-        """Whether an agent at this post is expected to speak: nodes' own agents always are, those of a grant once a
-        member ran under them."""
-        if not post[1]:
-            return True
-        return any(
-            status.incarnation and (status.node, job.grant_id(status.part)) == post for status in job.members.values()
-        )
-
     def _lose(self, job: Job, post: Post, why: str) -> Job:
         job = jobs.node_lost(job, *post, why, time.time())
         if self.topology.num_nodes == 1:
@@ -341,56 +318,9 @@ class Controller:
             return jobs.end(job, "FAILED", why, time.time())
         return job
 
-    def _look(self) -> bool:
-        """Brings node states up to date; whether the policy has something new to think of."""
-        doubted: frozenset[int] = frozenset()
-        lost = {node: why for (node, grant), why in self._lost_posts.items() if grant}
-        if self.grants.shared_agents:
-            news, doubted = self._news_of_agents(time.monotonic())
-        elif self.grants.known:
-            news = self.grants.take_news()
-        else:
-            return False  # No node takes work before the cluster was asked for the first time.
-        failed, stopped = dict(self.fleet.take_restarts()), self.fleet.stopped()
-        failed |= dict.fromkeys(self._blamed, self.nodes.failures_to_flap)
-        self._blamed.clear()
-        return self.nodes.look(news, doubted, lost, time.time(), failed=failed, stopped=stopped)
-
-    def _news_of_agents(self, now: float) -> tuple[dict[str, NodeCondition], frozenset[int]]:
-        """Nodes whose own agents came or went for good, and those whose agents are silent for a while or leave.
-
-        Silence is no failure before it is over the lease: a scheduler that stood still for a moment finds all silent.
-        """
-        fleet, news = self.fleet, {}
-        heard_at = {node: agent.heard_at for (node, grant), agent in fleet.agents().items() if not grant}
-        doubted: set[int] = set()
-        stopped = fleet.stopped()
-        never = fleet.never_heard_seconds(now) >= fleet.terms.lost_seconds
-        for index, node in enumerate(self.topology.nodes):
-            heard = heard_at.get(node.name)
-            down = never if heard is None else now - heard >= fleet.terms.lost_seconds
-            if down is not self._down.get(index):
-                self._down[index] = down
-                news[node.name] = _NO_AGENT if down else _UP
-            if not down and (heard is None or node.name in stopped or now - heard >= fleet.terms.doubt_seconds):
-                doubted.add(index)
-        return news, frozenset(doubted)
-
-    def _blame(self, nodes: Sequence[str]) -> None:
-        """Nodes on which no agent came in time get no new work until they were quiet; unless there are so many that it
-        is not the nodes."""
-        flapping = sum(state == "flapping" for state in self.nodes.states.values())
-        if 2 * (flapping + len(self._blamed.union(nodes))) <= self.topology.num_nodes:
-            self._blamed.update(nodes)
-            self._look()
-
     def _driver_done(self, job_id: str) -> None:
         self._drivers.pop(job_id, None)
         self.wake_policy()
-
-
-_UP = NodeCondition("up")
-_NO_AGENT = NodeCondition("down", "no agent")
 
 
 def _abandon(job: Job, why: str) -> Job:

@@ -25,7 +25,7 @@ class Nodes:
     """States by name. Times are Unix times in seconds, because health outlives the process."""
 
     def __init__(self, topology: Topology, rule: SpareRule, flaps: Damping = DEFAULT_DAMPING) -> None:
-        self._topology = topology
+        self.topology = topology
         self._rule = rule
         self._flaps = flaps
         self._said: dict[str, NodeCondition] = {}
@@ -51,7 +51,7 @@ class Nodes:
 
     def restore(self, drains: Mapping[str, str], health: Mapping[str, Mapping[str, bool | int | float]]) -> None:
         """Takes over what the last scheduler knew."""
-        self.drains = {node: why for node, why in drains.items() if node in self._topology}
+        self.drains = {node: why for node, why in drains.items() if node in self.topology}
         for node, values in health.items():
             try:
                 self._health[node] = NodeHealth.from_plain(values)
@@ -82,14 +82,14 @@ class Nodes:
         first = not self._known
         watched = {*news, *lost, *failed, *self._lost, *self._health, *self.drains, *self._drained}
         if first:
-            watched.update(node.name for node in self._topology.nodes)
+            watched.update(node.name for node in self.topology.nodes)
         self._lost, self._drained = dict(lost), set(self.drains)
         states = dict(self.states)
         for name in watched:
-            if name not in self._topology:
+            if name not in self.topology:
                 continue
             condition = NodeCondition("down", lost[name]) if name in lost else self._said.get(name, _UNKNOWN)
-            index = self._topology.index_of(name)
+            index = self.topology.index_of(name)
             state = self._seen(index, name, condition, now, failed.get(name, 0), name in stopped)
             states.pop(index, None)
             if state != "up":
@@ -113,14 +113,14 @@ class Nodes:
 
     def open_nodes(self) -> NDArray[np.bool_]:
         """Which nodes take new work."""
-        open_N = damping.open_nodes(self._topology, self.states, self.spares)
+        open_N = damping.open_nodes(self.topology, self.states, self.spares)
         open_N[list(self.closed)] = False
         return open_N
 
     def for_policy(self, now: float, drain_seconds: float) -> dict[int, NodeState]:
         """Nodes that are not up, by index; those that drain for longer than `drain_seconds` are left now."""
         overdue = {
-            self._topology.index_of(name)
+            self.topology.index_of(name)
             for name, health in self._health.items()
             if health.draining and now - health.draining_since >= drain_seconds
         }
@@ -131,8 +131,8 @@ class Nodes:
 
     def state(self, node: str) -> tuple[NodeState, str]:
         """A node's state and why it is not up."""
-        state = self.states.get(self._topology.index_of(node), "up")
-        if state == "up" and self._topology.index_of(node) in self.closed:
+        state = self.states.get(self.topology.index_of(node), "up")
+        if state == "up" and self.topology.index_of(node) in self.closed:
             return "down", "its agent is silent"
         if state == "draining":
             return state, self.drains.get(node) or self._known.get(node, _UNKNOWN).reason
@@ -145,7 +145,7 @@ class Nodes:
         away = sorted(self.closed | {index for index, state in self.states.items() if state == "down"})
         if not away:
             return ""
-        named = ", ".join(self._topology.nodes[index].name for index in away[:most])
+        named = ", ".join(self.topology.nodes[index].name for index in away[:most])
         return f"; {len(away)} node(s) are away: {named}{', ...' if len(away) > most else ''}"
 
     def unsaved(self) -> dict[str, dict[str, bool | int | float]]:
@@ -157,8 +157,8 @@ class Nodes:
         """Takes in what others hold; whether it is something else than before."""
         changed = False
         for name, condition in news.items():
-            if name in self._topology:
-                held_R = self._foreign_NR[self._topology.index_of(name)]
+            if name in self.topology:
+                held_R = self._foreign_NR[self.topology.index_of(name)]
                 if tuple(held_R.tolist()) != condition.foreign.row:
                     held_R[:] = condition.foreign.row
                     changed = True
@@ -188,7 +188,7 @@ class Nodes:
         if after.reachable and not health.reachable:
             self._returned.add(index)
         state = damping.state_of(after, now, self._flaps)
-        if state == "flapping" and self._topology.num_nodes == 1:
+        if state == "flapping" and self.topology.num_nodes == 1:
             state = "up"  # There is no other place.
         if state == "up" and after.penalty < 1.0:
             self._health.pop(name, None)
