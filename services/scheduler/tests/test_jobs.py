@@ -214,6 +214,22 @@ def test_a_job_keeps_its_end_until_its_grants_are_given_back():
     assert jobs.released(job, 0, 6.0).state == "CANCELLED"
 
 
+def test_a_job_that_migrates_asks_for_the_room_of_its_next_place_once_the_old_one_is_given_back():
+    job = replace(running(), parts=(Part(0, "granted"),), next_part=1)
+    there = places(*job.spec.roles, node="n2", part=1)
+    job = jobs.requeue(replace(job, next_part=2), "migrates", 4.0, then=there)
+    for seat in seats(job).values():
+        job = jobs.stopped_member(job, seat, 5.0)
+    assert (job.state, job.parts) == ("RUNNING", (Part(0, "granted"),))
+    job = jobs.released(job, 0, 6.0)
+    assert (job.state, job.placement, job.parts) == ("PLACED", there, (Part(1),))
+    # Where nodes have their own agents nothing is asked for.
+    job = jobs.requeue(running(), "migrates", 4.0, then=places(*queued().spec.roles, node="n2"))
+    for seat in seats(job).values():
+        job = jobs.stopped_member(job, seat, 5.0)
+    assert (job.state, job.parts) == ("PLACED", ())
+
+
 def test_serving_roles_do_not_hold_a_job_open():
     job = running(RoleTemplate("learner", 1, CPU, ("x",)), RoleTemplate("engine", 1, CPU, ("x",), serves=True))
     some = reports(job, "running") | {"j/learner/0": Report("j/learner/0", "succeeded", revision=2)}

@@ -19,6 +19,7 @@ from reflux_scheduler.job import (
     Heard,
     Job,
     MemberStatus,
+    Part,
     Placement,
     Report,
     Seat,
@@ -253,8 +254,11 @@ def _requeued(job: Job, now: float) -> Job:
         for label, status in job.members.items()
     }
     then, cause = job.next_placement, job.ending.cause
+    # Where room has to be asked for, the grant of the next place got its number when that was decided.
+    numbers = {number for places in then.roles for number in places.parts} if then is not None else ()
     job = replace(
         job,
+        parts=tuple(Part(number) for number in sorted(numbers) if number < job.next_part),
         placement=None,
         next_placement=None,
         ending=None,

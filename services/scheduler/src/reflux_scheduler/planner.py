@@ -285,6 +285,8 @@ class Planner:
         demand = job.spec.demand()
         if not self._rules.shared_agents:
             demand = _not_below_first_part(job, demand)
+        if job.state == "PLACED":
+            demand = _not_above_placed(job, demand)
         started = job.running_at or job.started_at or job.placed_at or now
         settled_here = job.state == "RUNNING" and job.ending is None and not job.retiring
         return Live(
@@ -321,6 +323,20 @@ def _id(name: str) -> str:
 
 def _waits(job: Job, text: str) -> Job:
     return jobs.waiting(job, text) if job.state == "PENDING" else job
+
+
+def _not_above_placed(job: Job, demand: GangDemand) -> GangDemand:
+    """Room that was asked for is not asked for anew because more is idle by now: a gang grows once it has started."""
+    if job.placement is None or all(role.most == role.least for role in demand.roles):
+        return demand
+    have = {places.role: len(places.nodes) for places in job.placement.roles}
+    roles = tuple(
+        replace(role, count=have[role.role], min_count=min(role.least, have[role.role]), max_count=have[role.role])
+        if role.role in have
+        else role
+        for role in demand.roles
+    )
+    return replace(demand, roles=roles)
 
 
 def _not_below_first_part(job: Job, demand: GangDemand) -> GangDemand:
