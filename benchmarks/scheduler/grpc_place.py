@@ -51,6 +51,7 @@ from reflux_scheduler.store import LEADER, Store
 
 LEVEL = 0.85
 WARM_UP = 10
+SETTLE_SECONDS, IDLE_CPU_SECONDS = 60.0, 0.25
 
 
 class WaitingCluster(Backend):
@@ -171,6 +172,24 @@ async def place(stub: SchedulerServiceStub, name: str, brief: bool) -> tuple[flo
     return (placed - started) * 1e3, (answered - started) * 1e3
 
 
+async def settle(pid: int) -> float:
+    """Waits until the scheduler has asked the cluster for everything that it took over; seconds that it took."""
+    begun, before = time.monotonic(), cpu_seconds(pid)
+    while time.monotonic() - begun < SETTLE_SECONDS:
+        await asyncio.sleep(1)
+        now = cpu_seconds(pid)
+        if now - before < IDLE_CPU_SECONDS:
+            break
+        before = now
+    return time.monotonic() - begun
+
+
+def cpu_seconds(pid: int) -> float:
+    """CPU time of a process so far."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 def resident_mb(pid: int) -> float:
     """Resident memory of a process."""
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
@@ -190,7 +209,8 @@ async def measure(gangs: int) -> dict[str, float]:
         async with open_channel(f"127.0.0.1:{port}", max_message_mib=64) as channel:
             stub = SchedulerServiceStub(channel)
             await stub.ListQueues(pb.ListQueuesRequest(), timeout=120, wait_for_ready=True)
-            print(f"{topology.num_nodes} nodes, {jobs} jobs hold {load:.1%} of them", flush=True)
+            settled = await settle(process.pid)
+            print(f"{topology.num_nodes} nodes, {jobs} jobs hold {load:.1%} of them, taken over in {settled:.0f} s")
             for number in range(WARM_UP):
                 await place(stub, f"warm-{number}", brief=True)
             times = np.array([await place(stub, f"gang-{number}", brief=number % 2 == 0) for number in range(gangs)])

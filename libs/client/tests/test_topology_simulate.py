@@ -79,7 +79,7 @@ def test_synthetic_jobs_of_roles_need_no_trace(cluster):
     ("arguments", "words"),
     [
         (("--trace", "nowhere.csv"), "nowhere.csv: does not exist"),
-        (("--policy", "best"), "'best' does not exist; there is reflux, fifo-first-fit"),
+        (("--policy", "best"), "'best' does not exist; there is reflux, reflux-defaults, fifo-first-fit"),
         (("--sizes", "big"), "--sizes big: there is log2, acme, trace"),
         (("--load", "0"), "--load 0.0: write a share above zero"),
         (("--seeds", "0"), "--seeds 0: write a number of one or more"),

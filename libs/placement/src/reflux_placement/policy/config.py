@@ -25,9 +25,10 @@ class PolicyConfig:
     """Of the asks behind a queue's first blocked one: those with the smallest GPU-seconds first, or the oldest first.
     The reservation goes by arrival in both."""
 
-    locality_patience_seconds: float = 24 * 3600.0
-    """A gang waits for this long for a place inside one domain of its preferred level, if one could hold it. 0 takes
-    what there is. A day: with area backfill small and short gangs find a domain soon, and large ones run for days."""
+    locality_patience_seconds: float = 300.0
+    """A gang waits for this long for a place inside one domain of its preferred level, if one could hold it; then it
+    takes what there is (Slurm's max_switch_wait has the same default). On a busy cluster whose jobs run for hours, a
+    day keeps far more gangs in one rack. 0 never waits."""
 
     preemption: bool = True
     """Whether running jobs may be stopped for others."""

@@ -165,7 +165,7 @@ class Requeue:
 
 @dataclass(frozen=True, slots=True)
 class Migrate:
-    """Jobs move at their next checkpoint so that `beneficiary` fits. Each moves once; all of them leave before the first
+    """Jobs move at their next checkpoint so that `beneficiary` fits. Each moves once; all leave before the first
     takes its new place (they may swap)."""
 
     moves: tuple[tuple[str, Assignment], ...]

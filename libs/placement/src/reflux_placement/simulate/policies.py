@@ -19,6 +19,10 @@ from reflux_placement.simulate.jobs import Policy
 from reflux_placement.simulate.rivals import FifoBackfill
 
 OURS = "reflux"
+DEFAULTS = "reflux-defaults"
+PATIENCE_SECONDS = 24 * 3600.0
+"""How long gangs wait for their preferred level under "reflux", the one knob that is set: traces are of busy clusters
+with long jobs. "reflux-defaults" is the policy as shipped."""
 
 
 class UnknownPolicy(ValueError):
@@ -29,9 +33,9 @@ class UnknownPolicy(ValueError):
         self.name = name
 
 
-def _ours() -> Policy:
-    config = PolicyConfig(explain=False)
-    return lambda view: decide(view, config)
+def _ours(config: PolicyConfig) -> Callable[[], Policy]:
+    """A maker of the production policy."""
+    return lambda: lambda view: decide(view, config)
 
 
 def _peer(place: Placement) -> Callable[[], Policy]:
@@ -45,7 +49,8 @@ def _peer(place: Placement) -> Callable[[], Policy]:
 
 
 POLICIES: Mapping[str, Callable[[], Policy]] = {
-    OURS: _ours,
+    OURS: _ours(PolicyConfig(explain=False, locality_patience_seconds=PATIENCE_SECONDS)),
+    DEFAULTS: _ours(PolicyConfig(explain=False)),
     "fifo-first-fit": _peer(first_fit),
     "kueue-best-fit": _peer(kueue_best_fit),
     "slurm-block": _peer(slurm_block),
