@@ -1,5 +1,8 @@
 """Nodes that pods of others use too: the scheduler plans with what they leave, before it asks for a grant."""
 
+import subprocess
+from pathlib import Path
+
 import pytest
 from kube_api import NAMESPACE
 from kube_cluster import Cluster
@@ -8,9 +11,14 @@ from test_cluster import Door, gang, scheduler
 from reflux.scheduler.v1 import scheduler_service_pb2 as pb
 
 
+def sleeper(argv: list[str], environment: dict[str, str], log: Path) -> int:
+    """A pod that does nothing; without code between fork and exec, which a process that serves gRPC does not survive."""
+    return subprocess.Popen(["sleep", "600"]).pid
+
+
 @pytest.fixture
 async def cluster(tmp_path):
-    async with Cluster(tmp_path) as cluster:
+    async with Cluster(tmp_path, sleeper) as cluster:
         for number in range(1, 5):
             await cluster.add_node(f"n{number}")
         yield cluster
