@@ -12,7 +12,7 @@ from reflux.scheduler.v1 import scheduler_service_pb2 as pb
 
 
 def sleeper(argv: list[str], environment: dict[str, str], log: Path) -> int:
-    """A pod that does nothing; without code between fork and exec, which a process that serves gRPC does not survive."""
+    """A pod that does nothing. No code runs between fork and exec: a process that serves gRPC does not survive that."""
     return subprocess.Popen(["sleep", "600"]).pid
 
 
