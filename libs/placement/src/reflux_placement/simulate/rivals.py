@@ -7,6 +7,7 @@ still fits beside it. The end times are those that users stated, the same that o
 """
 
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
@@ -34,6 +35,7 @@ class _Memory:
     members: WeakKeyDictionary[Holding, tuple[Ints, Ints]] = field(default_factory=WeakKeyDictionary)
     room: tuple[bytes, bytes] | None = None
     refused: set[str] = field(default_factory=set)
+    head: str = ""
     shadow: tuple[float, Room | None] = (math.inf, None)
 
 
@@ -135,7 +137,7 @@ class _Cycle:
                 delaying.add(ask.gang)
                 continue
             self._book(ask, placed, backfilled=True)
-        self._memory.shadow = shadow_at, shadow
+        self._memory.shadow, self._memory.head = (shadow_at, shadow), head.job
 
     def _still_fits(self, head: Ask, shadow: Room, gang: GangDemand, placed: Assignment) -> bool:
         """Whether the reserved job keeps its time beside a gang that outlasts it; keeps the gang in the shadow then."""
@@ -165,13 +167,21 @@ class _Cycle:
             room = after(count)
             return _enough(room, head.gang) and self._rule(room, head.gang) is not None
 
-        low, high = 0, len(ends)
-        if not fits(high):
+        low, high = self._bounds([at for at, _ in ends], head, fits)
+        if high < 0:
             return math.inf, None
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (low, middle) if fits(middle) else (middle, high)
         return max(ends[high - 1][0], self._view.now), after(high)
+
+    def _bounds(self, ends: Sequence[float], head: Ask, fits: Callable[[int], bool]) -> tuple[int, int]:
+        """Numbers of ends (too few, enough) for the head; (0, -1) if all are too few. The reservation that the same job
+        had in the cycle before mostly holds still, so two looks replace a search."""
+        guess = bisect_right(ends, self._memory.shadow[0]) if self._memory.head == head.job else len(ends)
+        if 1 < guess < len(ends) and fits(guess):
+            return (0, guess - 1) if fits(guess - 1) else (guess - 1, guess)
+        return (0, len(ends)) if fits(len(ends)) else (0, -1)
 
     def _members(self, holding: Holding) -> tuple[Ints, Ints]:
         if holding not in self._memory.members:
