@@ -46,12 +46,13 @@ packages=()
 for folder in libs/*/ services/*/; do
   case $folder in
     services/trainer/) packages+=(-e "./${folder%/}[learner]") ;;
-    services/scheduler/) packages+=(-e "./${folder%/}[kubernetes,ray]") ;;
     services/inference-gateway/) packages+=(-e "./${folder%/}[engine]") ;;
     *) packages+=(-e "./${folder%/}") ;;
   esac
 done
 pip install -c constraints.txt --no-build-isolation "${packages[@]}"
+# By itself: others need the scheduler without its extras, and pip takes one editable package for one set of extras only.
+pip install -c constraints.txt --no-build-isolation -e "./services/scheduler[kubernetes,ray]"
 pip install -c constraints.txt -r deploy/requirements-dev.txt
 echo "$wanted" >"$stamp"
 echo "setup: done" >&2
