@@ -1,4 +1,8 @@
 import itertools
+import os
+import pickle
+import subprocess
+import sys
 from collections import defaultdict
 from dataclasses import replace
 
@@ -220,3 +224,16 @@ def test_a_job_that_no_policy_starts_is_told_as_unfinished():
 def test_users_who_say_too_little_delay_a_reservation_and_break_nothing():
     jobs = [replace(job("a", 0, 100, 1), estimate_seconds=10.0), job("wide", 1, 50, 2), job("b", 2, 60, 1)]
     assert times(simulate(SMALL, jobs, fifo())) == {"a": [(0, 100)], "wide": [(100, 150)], "b": [(150, 210)]}
+
+
+def test_a_gang_from_another_process_is_found_under_its_equal():
+    program = (
+        "import pickle, sys; from reflux_placement.gang import GangDemand, RoleDemand; "
+        "from reflux_placement.topology import Resources; role = RoleDemand(role='w', count=2, each=Resources(1, 2, 3)); "
+        "sys.stdout.buffer.write(pickle.dumps(GangDemand(roles=(role,), preferred_level='rack')))"
+    )
+    made = subprocess.run(
+        [sys.executable, "-c", program], env={**os.environ, "PYTHONHASHSEED": "7"}, capture_output=True
+    )
+    role = RoleDemand(role="w", count=2, each=Resources(1, 2, 3))
+    assert pickle.loads(made.stdout) in {GangDemand(roles=(role,), preferred_level="rack")}

@@ -1,5 +1,6 @@
 """Owns the values of a request (a gang of roles with constraints) and of its answer (an assignment to nodes)."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -80,8 +81,26 @@ class GangDemand:
     required_level: str = CLUSTER
     preferred_level: str = ""
     relations: tuple[Relation, ...] = field(default=())
+    # A cycle asks for these of every pending gang again and again, so they are worked out once.
+    _total: Resources = field(init=False, repr=False, compare=False)
+    _least_total: Resources = field(init=False, repr=False, compare=False)
+    _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        self._check()
+        object.__setattr__(self, "_total", _sum(self.roles, [demand.count for demand in self.roles]))
+        object.__setattr__(self, "_least_total", _sum(self.roles, [demand.least for demand in self.roles]))
+        key = (self.roles, self.required_level, self.preferred_level, self.relations)
+        object.__setattr__(self, "_hash", hash(key))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Built anew in another process: hashes of strings differ there."""
+        return _rebuilt, (self.roles, self.required_level, self.preferred_level, self.relations)
+
+    def _check(self) -> None:
         if not self.roles:
             raise InvalidGang("roles", [], "a job has at least one role")
         if len(self.roles) > MAX_ROLES:
@@ -109,17 +128,11 @@ class GangDemand:
 
     def total(self) -> Resources:
         """Sum over all members at their desired counts."""
-        amount = Resources()
-        for demand in self.roles:
-            amount = amount + demand.each.times(demand.count)
-        return amount
+        return self._total
 
     def least_total(self) -> Resources:
         """Sum over all members at the counts that the gang can start with."""
-        amount = Resources()
-        for demand in self.roles:
-            amount = amount + demand.each.times(demand.least)
-        return amount
+        return self._least_total
 
     def check_levels(self, topology: Topology) -> None:
         """Raises UnknownLevel for a constraint at a level that the topology does not have."""
@@ -131,6 +144,19 @@ class GangDemand:
         for level in named:
             if level:
                 topology.tightness(level)
+
+
+def _rebuilt(
+    roles: tuple[RoleDemand, ...], required_level: str, preferred_level: str, relations: tuple[Relation, ...]
+) -> GangDemand:
+    return GangDemand(roles=roles, required_level=required_level, preferred_level=preferred_level, relations=relations)
+
+
+def _sum(roles: Sequence[RoleDemand], counts: Sequence[int]) -> Resources:
+    amount = Resources()
+    for demand, count in zip(roles, counts, strict=True):
+        amount = amount + demand.each.times(count)
+    return amount
 
 
 def _check_role(demand: RoleDemand) -> None:
