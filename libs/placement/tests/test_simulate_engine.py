@@ -229,7 +229,8 @@ def test_users_who_say_too_little_delay_a_reservation_and_break_nothing():
 def test_a_gang_from_another_process_is_found_under_its_equal():
     program = (
         "import pickle, sys; from reflux_placement.gang import GangDemand, RoleDemand; "
-        "from reflux_placement.topology import Resources; role = RoleDemand(role='w', count=2, each=Resources(1, 2, 3)); "
+        "from reflux_placement.topology import Resources; "
+        "role = RoleDemand(role='w', count=2, each=Resources(1, 2, 3)); "
         "sys.stdout.buffer.write(pickle.dumps(GangDemand(roles=(role,), preferred_level='rack')))"
     )
     made = subprocess.run(
