@@ -26,7 +26,7 @@ async def test_a_run_trains_inside_jobs_of_a_real_slurm_and_leaves_none(tmp_path
         stack.start(tmp_path, die_with_parent=True)
         try:
             harness = Harness(tmp_path)
-            run = await harness.create(small_run("on-slurm", warmup={"steps": 20}, rl={"steps": 2}))
+            run = await harness.create(small_run("on-slurm", rl={"steps": 2}))
             await harness.wait_step(run.name, 1)
             where = cluster.run("squeue", "-h", "-o", "%T %N %j")
             run = await harness.wait_end(run.name)

@@ -1,5 +1,6 @@
 """Jobs that change while they run: members leave draining nodes, elastic jobs grow and shrink, jobs migrate."""
 
+import pytest
 from conformance_world import World, all_run, nodes_of, pids_of
 from scheduler_stack import alive
 
@@ -43,6 +44,7 @@ async def test_members_leave_a_draining_node_at_a_checkpoint_and_the_others_run_
     await world.end(job, probe)
 
 
+@pytest.mark.slow
 async def test_a_drain_ends_even_if_the_jobs_on_the_node_never_save(world):
     world.scheduler(REFLUX_SCHEDULER_NODE_DRAIN_SECONDS="1")
     await world.until_up()
@@ -70,6 +72,7 @@ async def test_a_drain_ends_even_if_the_jobs_on_the_node_never_save(world):
     await world.end(job)
 
 
+@pytest.mark.slow
 async def test_an_elastic_job_grows_into_idle_room_and_gives_it_back_without_touching_the_others(world):
     world.scheduler()
     await world.until_up()
@@ -96,6 +99,7 @@ async def test_an_elastic_job_grows_into_idle_room_and_gives_it_back_without_tou
     await world.end(job)
 
 
+@pytest.mark.slow
 async def test_a_movable_job_migrates_so_that_a_gang_fits(world):
     world.scheduler(policy="defragmentation_seconds = 0")
     await world.until_up()

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 
 import grpc
+import pytest
 from conformance_world import World, all_run, nodes_of, pids_of
 from redis_gate import RedisGate, Side
 
@@ -59,6 +60,7 @@ async def test_a_scheduler_killed_at_each_moment_of_a_start_starts_every_member_
             assert world.starts() == {member: [pid] for member, pid in pids.items()}, moment
 
 
+@pytest.mark.slow
 async def test_a_scheduler_killed_at_each_moment_of_an_end_leaves_nothing(world):
     async with RedisGate(world.stack.environment["REFLUX_REDIS_URL"]) as gate:
         world.scheduler(REFLUX_REDIS_URL=gate.url)

@@ -154,6 +154,7 @@ async def test_a_gang_runs_once_on_exactly_the_chosen_nodes_and_leaves_nothing(r
     await ray_world.until_condition("r1n0", lambda node: node.foreign == NOTHING)
 
 
+@pytest.mark.slow
 async def test_room_that_others_hold_is_waited_for_with_rays_reason(ray_world, cluster, tmp_path):
     (tmp_path / "other").mkdir()
     async with world(cluster, tmp_path / "other", "theirs", namespace="other") as other:
@@ -184,6 +185,7 @@ async def test_room_that_the_cluster_never_has_is_refused(ray_world):
     assert await ray_world.backend.grants() == {}
 
 
+@pytest.mark.slow
 async def test_a_killed_driver_is_replaced_and_finds_everything_again(ray_world):
     grant, fresh = ray_world.grant("r0n0"), ray_world.grant("r1n0", part=1)
     await ray_world.backend.request(grant)
@@ -233,6 +235,7 @@ async def test_agents_that_do_not_stay_are_told_apart_from_those_that_cannot_sta
         assert await backend.grants() == {}
 
 
+@pytest.mark.slow
 async def test_a_rack_that_dies_node_by_node_is_left_for_the_other_one(ray_world):
     grant = ray_world.grant("r1n0", "r1n1")
     await ray_world.backend.request(grant)

@@ -327,6 +327,7 @@ async def test_a_node_whose_slurmd_was_killed_is_reported_lost(cluster, doomed, 
     assert any("sleep 600" in line and "launcher" not in line for line in processes(DOOMED).values())
 
 
+@pytest.mark.slow
 async def test_a_controller_that_is_away_is_said_soon_and_grants_outlive_it(cluster, backend):
     wanted = grant("outlive-0", "r0n0", "r0n1")
     await granted(backend, wanted)

@@ -102,6 +102,7 @@ def world(own_stack, client, cluster):
     cluster.clear()
 
 
+@pytest.mark.slow
 async def test_members_of_two_jobs_on_one_node_see_gpus_of_their_own(world):
     """Slurm picks the devices of the second job; its members see those, not the indices that the scheduler counts."""
     world.scheduler()

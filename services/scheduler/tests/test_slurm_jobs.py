@@ -306,6 +306,7 @@ wait
 """An agent with a child that left its session and ignores SIGTERM, as a careless role would."""
 
 
+@pytest.mark.slow
 def test_the_launcher_ends_agent_and_stragglers_when_it_is_told_to_stop(tmp_path):
     os.mkfifo(tmp_path / "up")
     process = launcher(STRAGGLER, tmp_path)
@@ -315,6 +316,7 @@ def test_the_launcher_ends_agent_and_stragglers_when_it_is_told_to_stop(tmp_path
     assert gone(int((tmp_path / "straggler").read_text()))
 
 
+@pytest.mark.slow
 def test_nothing_is_left_when_slurmstepd_dies_under_the_launcher(tmp_path):
     os.mkfifo(tmp_path / "up")
     stepd = (sys.executable, "-c", "import subprocess, sys; subprocess.Popen(sys.argv[1:]).wait()")

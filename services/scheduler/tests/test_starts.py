@@ -38,6 +38,7 @@ async def test_room_on_which_no_agent_comes_is_given_back_and_other_nodes_are_tr
         assert cluster.given == {}
 
 
+@pytest.mark.slow
 async def test_nodes_are_not_blamed_when_no_agent_comes_anywhere(keys):
     cluster = FakeCluster("n1", "n2")
     leader = await candidate(keys, cluster, 600, start_seconds=0.2)
@@ -48,6 +49,7 @@ async def test_nodes_are_not_blamed_when_no_agent_comes_anywhere(keys):
         assert len([node for node in cluster.nodes if controller.nodes.state(node)[0] == "flapping"]) <= 1
 
 
+@pytest.mark.slow
 async def test_room_that_the_cluster_does_not_give_is_given_up_for_other_room(keys):
     cluster = FakeCluster("n1", "n2")
     leader = await candidate(keys, cluster, 600, grant_seconds=1.5)
