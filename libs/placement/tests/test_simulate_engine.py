@@ -12,9 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reflux_placement.gang import Assignment, GangDemand, RoleDemand
+from reflux_placement.place.rules.slurm import slurm_block
 from reflux_placement.policy.view import Decision, Preempt, Start
-from reflux_placement.simulate.clusters import grid
+from reflux_placement.room import Room
+from reflux_placement.simulate.block_screen import block_screen
+from reflux_placement.simulate.clusters import ListedNode, grid, racked
 from reflux_placement.simulate.engine import PolicyViolation, simulate
+from reflux_placement.simulate.fragmentation import slots
 from reflux_placement.simulate.jobs import Fault, Options, SimJob
 from reflux_placement.simulate.policies import POLICIES
 from reflux_placement.simulate.rl_mix import rl_workload
@@ -82,7 +86,7 @@ def fifo_easy_by_the_clock(jobs, gpus):
     return starts
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 12), st.integers(1, 15), st.integers(1, 4)), min_size=1, max_size=9))
 def test_on_one_node_the_peers_queueing_equals_a_reference_that_steps_through_seconds(rows):
     node = grid("one", racks=1, nodes_per_rack=1, each=GPU.times(4))
@@ -238,3 +242,19 @@ def test_a_gang_from_another_process_is_found_under_its_equal():
     )
     role = RoleDemand(role="w", count=2, each=Resources(1, 2, 3))
     assert pickle.loads(made.stdout) in {GangDemand(roles=(role,), preferred_level="rack")}
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10_000), st.integers(1, 60), st.integers(1, 4), st.booleans())
+def test_what_the_screen_refuses_the_block_rule_refuses_too(seed, count, gpus, prefers):
+    rng = np.random.default_rng(seed)
+    sizes = [ListedNode(f"n{at}", f"m{at % 3}", GPU.times((1, 2, 4)[at % 3])) for at in range(60)]
+    topology = racked("mixed", sizes, nodes_per_rack=4, racks_per_block=3)
+    room = Room(topology)
+    room.free_NR = np.minimum(room.free_NR, rng.integers(0, 5, (60, 1)) * np.array(GPU.row))
+    role = RoleDemand(role="worker", count=count, each=GPU.times(gpus))
+    gang = GangDemand(roles=(role,), preferred_level="rack" if prefers else "")
+    check = block_screen(topology, slots(room.usable_NR(), role.each))
+    assert check is not None
+    if isinstance(slurm_block(room, gang), Assignment):
+        assert check(count)

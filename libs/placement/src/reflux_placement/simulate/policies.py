@@ -15,8 +15,9 @@ from reflux_placement.place.search import find_place
 from reflux_placement.policy.config import PolicyConfig
 from reflux_placement.policy.cycle import decide
 from reflux_placement.room import Room
+from reflux_placement.simulate.block_screen import block_screen
 from reflux_placement.simulate.jobs import Policy
-from reflux_placement.simulate.rivals import FifoBackfill
+from reflux_placement.simulate.rivals import FifoBackfill, Screen
 
 OURS = "reflux"
 DEFAULTS = "reflux-defaults"
@@ -38,14 +39,14 @@ def _ours(config: PolicyConfig) -> Callable[[], Policy]:
     return lambda: lambda view: decide(view, config)
 
 
-def _peer(place: Placement) -> Callable[[], Policy]:
+def _peer(place: Placement, screen: Screen | None = None) -> Callable[[], Policy]:
     """A maker of a placement under the peers' queueing."""
 
     def rule(room: Room, gang: GangDemand) -> Assignment | None:
         found = place(room, gang)
         return found if isinstance(found, Assignment) else None
 
-    return lambda: FifoBackfill(rule)
+    return lambda: FifoBackfill(rule, screen=screen)
 
 
 POLICIES: Mapping[str, Callable[[], Policy]] = {
@@ -53,7 +54,7 @@ POLICIES: Mapping[str, Callable[[], Policy]] = {
     DEFAULTS: _ours(PolicyConfig(explain=False)),
     "fifo-first-fit": _peer(first_fit),
     "kueue-best-fit": _peer(kueue_best_fit),
-    "slurm-block": _peer(slurm_block),
+    "slurm-block": _peer(slurm_block, block_screen),
     "reflux-fifo": _peer(find_place),
 }
 """Makers by name. A policy may keep a cache, so each run gets one of its own."""

@@ -18,7 +18,10 @@ from reflux_placement.gang import Assignment, GangDemand
 from reflux_placement.policy.view import Action, Ask, Decision, Live, Requeue, Start, View, Wait
 from reflux_placement.room import Holding, Room
 from reflux_placement.simulate.fragmentation import slots
-from reflux_placement.topology import Ints, Resources
+from reflux_placement.topology import CLUSTER, Ints, Resources, Topology
+
+Screen = Callable[[Topology, Ints], Callable[[int], bool] | None]
+"""From the members that every node holds: whether so many of one plain role could fit (False is a proof)."""
 
 Rule = Callable[[Room, GangDemand], Assignment | None]
 """A peer's placement: where the gang goes now, or None. Books nothing."""
@@ -45,19 +48,23 @@ class FifoBackfill:
 
     rule: Rule
     depth: int = BACKFILL_DEPTH
+    screen: Screen | None = None
+    """A quick proof of refusal that belongs to the rule."""
+
     _memory: _Memory = field(default_factory=_Memory)
 
     def __call__(self, view: View) -> Decision:
         """One cycle."""
-        return _Cycle(self.rule, view, self.depth, self._memory).run()
+        return _Cycle(self, view, self._memory).run()
 
 
 class _Cycle:
-    def __init__(self, rule: Rule, view: View, depth: int, memory: _Memory) -> None:
-        self._rule, self._view, self._room, self._depth, self._memory = rule, view, view.room, depth, memory
+    def __init__(self, policy: FifoBackfill, view: View, memory: _Memory) -> None:
+        self._rule, self._screen, self._depth = policy.rule, policy.screen, policy.depth
+        self._view, self._room, self._memory = view, view.room, memory
         self._actions: list[Action] = []
         self._started: list[tuple[float, Holding]] = []
-        self._slots: dict[Resources, int] = {}
+        self._slots: dict[Resources, tuple[int, Callable[[int], bool] | None]] = {}
         self._refused: set[object] = set()
         """Shapes that the rule refused in this cycle, which only takes room."""
 
@@ -97,9 +104,8 @@ class _Cycle:
     def _place(self, gang: GangDemand) -> Assignment | None:
         """The rule's answer; asked only where the nodes hold enough members, and once per shape."""
         for role in gang.roles:
-            if role.each not in self._slots:
-                self._slots[role.each] = int(slots(self._room.usable_NR(), role.each).sum())
-            if self._slots[role.each] < role.count:
+            total, check = self._members_of(role.each)
+            if total < role.count or (check is not None and _is_plain(gang) and not check(role.count)):
                 return None
         if gang in self._refused:
             return None
@@ -107,6 +113,14 @@ class _Cycle:
         if placed is None:
             self._refused.add(gang)
         return placed
+
+    def _members_of(self, each: Resources) -> tuple[int, Callable[[int], bool] | None]:
+        """Members of a size that all nodes hold, and the rule's screen for them."""
+        if each not in self._slots:
+            slots_N = slots(self._room.usable_NR(), each)
+            check = self._screen(self._room.topology, slots_N) if self._screen is not None else None
+            self._slots[each] = (int(slots_N.sum()), check)
+        return self._slots[each]
 
     def _start(self, ask: Ask, *, backfilled: bool) -> bool:
         placed = self._place(ask.gang)
@@ -167,13 +181,15 @@ class _Cycle:
             room = after(count)
             return _enough(room, head.gang) and self._rule(room, head.gang) is not None
 
-        low, high = self._bounds([at for at, _ in ends], head, fits)
+        times = [at for at, _ in ends]
+        low, high = self._bounds(times, head, fits)
         if high < 0:
             return math.inf, None
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (low, middle) if fits(middle) else (middle, high)
-        return max(ends[high - 1][0], self._view.now), after(high)
+        shadow_at = max(ends[high - 1][0], self._view.now)
+        return shadow_at, after(bisect_right(times, shadow_at))  # with all that end at the same time
 
     def _bounds(self, ends: Sequence[float], head: Ask, fits: Callable[[int], bool]) -> tuple[int, int]:
         """Numbers of ends (too few, enough) for the head; (0, -1) if all are too few. The reservation that the same job
@@ -209,6 +225,13 @@ def _members(gang: GangDemand, placed: Assignment) -> tuple[Ints, Ints]:
         if role.role in placed.nodes
     ]
     return np.concatenate(nodes), np.concatenate(needs)
+
+
+def _is_plain(gang: GangDemand) -> bool:
+    """One role that only prefers."""
+    role = gang.roles[0]
+    free = gang.required_level == role.required_level == CLUSTER
+    return len(gang.roles) == 1 and free and not role.segment_size and not role.max_per_domain
 
 
 def _enough(room: Room, gang: GangDemand) -> bool:
