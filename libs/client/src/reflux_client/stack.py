@@ -1,5 +1,6 @@
 """Starting and stopping the local stack: the supervisor is a process of its own, the command only talks to it."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -33,12 +34,12 @@ def start(folder: Path, *, gateway_port: int = 0, trainer_port: int = 0, die_wit
         process = subprocess.Popen(
             argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, env=environment
         )
-    try:
-        return _wait_up(folder, process, log_path)
-    except BaseException:
-        process.terminate()
-        process.wait(_DOWN_SECONDS)
-        raise
+    with contextlib.ExitStack() as undo:  # A stack that does not come up, or Ctrl-C, leaves no process.
+        undo.callback(process.wait, _DOWN_SECONDS)
+        undo.callback(process.terminate)
+        record = _wait_up(folder, process, log_path)
+        undo.pop_all()
+    return record
 
 
 def _wait_up(folder: Path, process: subprocess.Popen[bytes], log_path: Path) -> StackRecord:

@@ -109,7 +109,7 @@ class _Guard:
             return Unavailable(f"Redis does not answer ({type(error).__name__})", dependency="redis")
         if isinstance(error, TimeoutError):
             return DeadlinePassed(str(error) or f"{self._method} ran out of time")
-        if isinstance(error, NotImplementedError):
+        if isinstance(error, NotImplementedError):  # what generated servicers raise for a method that nobody wrote
             return _Unimplemented(f"{self._method} is not offered by this service")
         return None
 

@@ -67,6 +67,7 @@ class PublisherArenas:
         start = time.monotonic()
         sources = self._sources(tensors)
         arena = self._claim(start + deadline_seconds)
+        complete = False
         try:
             for slot in self.layout.slots:
                 np.copyto(np.frombuffer(arena.region.view[slot.offset : slot.end], np.uint8), sources[slot.name])
@@ -74,10 +75,10 @@ class PublisherArenas:
             for piece in self._pieces:
                 begin = piece.slot.offset + piece.start
                 checksums.append(xxhash.xxh3_64_intdigest(arena.region.view[begin : begin + piece.length]))
-        except BaseException:
-            arena.generation = 0
-            raise
+            complete = True
         finally:
+            if not complete:  # Half a copy is no generation.
+                arena.generation = 0
             with self._changed:
                 arena.staging = False
                 self._changed.notify_all()

@@ -179,9 +179,8 @@ def _write(path: Path, phases: Sequence[Phase]) -> None:
             part.flush()
             os.fsync(part.fileno())
             Path(part.name).replace(path)
-        except BaseException:
+        finally:  # Nothing is left to remove once it has its name.
             Path(part.name).unlink(missing_ok=True)
-            raise
 
 
 def _build() -> Iterator[Phase]:

@@ -5,6 +5,7 @@ A header page carries a token and an open flag: a reader sees a withdrawn region
 valid. Needs: same user (or root), same pid namespace.
 """
 
+import contextlib
 import fcntl
 import mmap
 import os
@@ -76,7 +77,8 @@ class ShmBackend(TransferBackend):
             raise ValueError(f"a region has at least one byte, not {length}")
         self._check_open()
         fd = os.memfd_create("reflux-transfer", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(os.close, fd)
             try:
                 os.posix_fallocate(fd, 0, _HEADER + length)
             except OSError as error:
@@ -84,9 +86,7 @@ class ShmBackend(TransferBackend):
             # A sealed size spares every reader the SIGBUS of a segment that shrinks under it.
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
             view = memoryview(mmap.mmap(fd, _HEADER + length))
-        except BaseException:
-            os.close(fd)
-            raise
+            undo.pop_all()
         token = secrets.token_bytes(16)
         view[_TOKEN], view[_OPEN] = token, 1
         region = LocalRegion(view[_HEADER:], _Segment(fd, view[:_HEADER], token))
@@ -119,15 +119,14 @@ class ShmBackend(TransferBackend):
         if not identity.on_this_host():
             raise PeerGone("the region's owner is on another host or in another pid namespace; shm cannot reach it")
         watch = PeerWatch(identity)
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(watch.close)
             data = _map(identity.pid, envelope["fd"], envelope["length"])
             mapping = _Mapping(data, handles.hex_field(envelope, "token"), watch)
             if data[_TOKEN].tobytes() != mapping.token:
                 raise WrongHandle("the segment behind the handle is another one")
             mapping.check()
-        except BaseException:
-            watch.close()
-            raise
+            undo.pop_all()
         remote = RemoteRegion(envelope["length"], mapping)
         with self._lock:
             self._remotes.add(remote)

@@ -57,14 +57,13 @@ class RoleProcess:
         )  # fmt: skip
         assert child.stdin is not None
         assert child.stdout is not None
-        try:
+        with contextlib.ExitStack() as undo:
+            # Cancelled half-way: nobody knows the role yet, and nobody else would end it.
+            undo.callback(child.stdin.close)
             child.stdin.write(json.dumps(order).encode() + b"\n")
             await child.stdin.drain()
             word, _, rest = (await child.stdout.readline()).decode().strip().partition(" ")
-        except BaseException:
-            # Cancelled half-way: nobody knows the role yet, and nobody else would end it.
-            child.stdin.close()
-            raise
+            undo.pop_all()
         if word != "started":
             child.stdin.close()
             await child.wait()

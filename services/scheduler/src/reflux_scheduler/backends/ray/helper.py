@@ -66,11 +66,10 @@ class DriverProcess:
         )  # fmt: skip
         self._process = process
         self._readers = [asyncio.create_task(self._read(process)), asyncio.create_task(self._read_log(process))]
-        try:
+        async with contextlib.AsyncExitStack() as undo:
+            undo.push_async_callback(self._end, process)
             await self._send("open", self._open_seconds, dict(self._opening))
-        except BaseException:
-            await self._end(process)
-            raise
+            undo.pop_all()
 
     async def _send(self, method: str, seconds: float, arguments: Mapping[str, Any]) -> Any:
         process = self._process
