@@ -6,10 +6,11 @@ whoever can use it. Without permission nothing is limited and `reason` says so.
 
 import contextlib
 import logging
-import os
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from reflux_kit.cgroups import memory_kills, open_folders, remove_folder
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +35,7 @@ class MemberGroups:
     def open(cls) -> "MemberGroups":
         """Makes the agent's folders and removes those that a killed agent left."""
         try:
-            groups = cls(_folders())
+            groups = cls(open_folders(_NAME, _CONTROLLERS))
         except OSError as error:
             return cls(reason=f"no cgroup limits: {error.strerror} ({error.filename})")
         groups.reason = f"cgroup limits ({', '.join(sorted(groups.folders))})" if groups.folders else "no cgroup limits"
@@ -57,12 +58,7 @@ class MemberGroups:
 
     def memory_kills(self, role_id: str) -> int:
         """How often the kernel has killed for memory in a member's group so far."""
-        for kind, name in (("v2", "memory.events"), ("memory", "memory.oom_control")):
-            if kind in self.folders:
-                with contextlib.suppress(OSError):
-                    lines = (self.folders[kind] / _group_name(role_id) / name).read_text().splitlines()
-                    return sum(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))
-        return 0
+        return memory_kills(self.folders, _group_name(role_id))
 
     def leave(self, role_id: str) -> None:
         """Removes a member's groups once its processes are gone; others cannot be removed and stay."""
@@ -73,7 +69,7 @@ class MemberGroups:
     def close(self) -> None:
         """Removes everything; members are gone by now."""
         for folder in self.folders.values():
-            _remove(folder)
+            remove_folder(folder)
 
 
 def _limits(kind: str, memory_bytes: int, millicpus: int) -> dict[str, str]:
@@ -89,55 +85,3 @@ def _limits(kind: str, memory_bytes: int, millicpus: int) -> dict[str, str]:
 
 def _group_name(role_id: str) -> str:
     return re.sub(r"[^A-Za-z0-9_.-]", "-", role_id)
-
-
-def _own_paths() -> dict[str, str]:
-    """Controller -> path of the caller's own group; the key of cgroup v2 is empty."""
-    paths: dict[str, str] = {}
-    for line in Path("/proc/self/cgroup").read_text().splitlines():
-        _, controllers, path = line.split(":", 2)
-        for controller in controllers.split(","):
-            paths[controller] = path
-    return paths
-
-
-def _hierarchies() -> dict[str, Path]:
-    """The caller's own folder per usable hierarchy: v2 alone when it hands both controllers down, else those of v1."""
-    own = _own_paths()
-    found: dict[str, Path] = {}
-    for line in Path("/proc/self/mounts").read_text().splitlines():
-        _, mount_point, kind, options, *_ = line.split()
-        if kind == "cgroup2":
-            folder = Path(mount_point + own.get("", "/"))
-            with contextlib.suppress(OSError):
-                if set(_CONTROLLERS) <= set((folder / "cgroup.subtree_control").read_text().split()):
-                    return {"v2": folder}
-        elif kind == "cgroup":
-            for controller in _CONTROLLERS:
-                if controller in options.split(","):
-                    found.setdefault(controller, Path(mount_point + own.get(controller, "/")))
-    return found
-
-
-def _folders() -> dict[str, Path]:
-    folders: dict[str, Path] = {}
-    for kind, parent in _hierarchies().items():
-        for stale in parent.glob(f"{_NAME}-*"):
-            owner = stale.name.removeprefix(f"{_NAME}-")
-            if owner.isdigit() and not Path(f"/proc/{owner}").exists():
-                _remove(stale)
-        folder = parent / f"{_NAME}-{os.getpid()}"
-        folder.mkdir(exist_ok=True)
-        if kind == "v2":
-            (folder / "cgroup.subtree_control").write_text("+memory +cpu")
-        folders[kind] = folder
-    return folders
-
-
-def _remove(folder: Path) -> None:
-    for group in folder.iterdir() if folder.is_dir() else ():
-        if group.is_dir():
-            with contextlib.suppress(OSError):
-                group.rmdir()
-    with contextlib.suppress(OSError):
-        folder.rmdir()
