@@ -13,11 +13,10 @@ from typing import Any
 
 from reflux_placement.policy.config import PolicyConfig
 from reflux_placement.policy.view import DEFAULT_QUEUE, Queue
+from reflux_placement.sources.sizes import read_bytes
 from reflux_placement.topology import NOTHING, Resources
 from reflux_scheduler.errors import ConfigurationError
 
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]iB)")
-_UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 _KNOBS = {field.name: field for field in dataclasses.fields(PolicyConfig)}
 
@@ -71,11 +70,10 @@ def _amount(path: Path, key: str, value: object) -> Resources:
         raise ConfigurationError(path, f"{key}.gpus", gpus, "is not a count of GPUs; write 64")
     if isinstance(cpus, bool) or not isinstance(cpus, int | float) or not 0 <= cpus < 1e9:
         raise ConfigurationError(path, f"{key}.cpus", cpus, "is not a number of CPUs; write 144")
-    if isinstance(memory, str) and (match := _SIZE.fullmatch(memory)):
-        memory = int(float(match[1]) * _UNITS[match[2]])
-    if isinstance(memory, bool) or not isinstance(memory, int) or memory < 0:
-        raise ConfigurationError(path, f"{key}.memory", memory, 'is not a size; write "960GiB"')
-    return Resources(gpus, round(cpus * 1000), memory)
+    try:
+        return Resources(gpus, round(cpus * 1000), read_bytes(memory))
+    except ValueError:
+        raise ConfigurationError(path, f"{key}.memory", memory, 'is not a size; write "960GiB"') from None
 
 
 def _ordered(path: Path, queues: Mapping[str, Queue]) -> dict[str, Queue]:

@@ -1,6 +1,6 @@
 """Owns which cells (NVLink domains) of a local search lie together at each level, and the demands on counts in them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from reflux_placement.place.pack import Question
 
@@ -72,19 +72,13 @@ class Cells:
         return check
 
     def _multiples(self, role: int, level: int, size: int) -> Check:
-        group_K, real_K = self.groups(level), self.real(level)
-
-        def check(counts: Counts) -> bool:
-            held: dict[int, int] = {}
-            for cell, count in enumerate(counts[role]):
-                if count and not real_K[cell]:
-                    return False
-                held[group_K[cell]] = held.get(group_K[cell], 0) + count
-            return not any(each % size for each in held.values())
-
-        return check
+        return self._sums(role, level, lambda held: not any(each % size for each in held))
 
     def _bounded(self, role: int, level: int, most: int) -> Check:
+        return self._sums(role, level, lambda held: max(held) <= most)
+
+    def _sums(self, role: int, level: int, holds: Callable[[Collection[int]], bool]) -> Check:
+        """Whether a role lies in real domains of a level only, and what is demanded of its members in each holds."""
         group_K, real_K = self.groups(level), self.real(level)
 
         def check(counts: Counts) -> bool:
@@ -93,7 +87,7 @@ class Cells:
                 if count and not real_K[cell]:
                     return False
                 held[group_K[cell]] = held.get(group_K[cell], 0) + count
-            return max(held.values()) <= most
+            return holds(held.values())
 
         return check
 

@@ -9,6 +9,7 @@ Names are lists of names or ranges, "gb[001-018]". Optional `[spares] per_domain
 to replace failed nodes.
 """
 
+import contextlib
 import re
 import tomllib
 from collections.abc import Mapping
@@ -18,10 +19,9 @@ from typing import Any
 
 from reflux_placement.errors import InvalidTopology
 from reflux_placement.policy.spares import NO_SPARES, SpareRule
+from reflux_placement.sources.sizes import read_bytes
 from reflux_placement.topology import DEFAULT_LEVELS, Node, Resources, Topology, build_topology
 
-_UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]iB)?")
 _RANGE = re.compile(r"([^\[\]]*)\[(\d+)-(\d+)\]([^\[\]]*)")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _MAX_RANGE = 100_000
@@ -220,12 +220,10 @@ class _Reader:
     def _memory(self, key: str, value: object) -> int:
         if value == "auto":
             return self._machine(key).memory_bytes
-        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-            return value
-        match = _SIZE.fullmatch(value) if isinstance(value, str) else None
-        if match is None or float(match[1]) <= 0:
-            raise self._bad(key, value, 'is not a size; write "960GiB", a number of bytes or "auto"')
-        return int(float(match[1]) * _UNITS[match[2] or ""])
+        with contextlib.suppress(ValueError):
+            if size := read_bytes(value):
+                return size
+        raise self._bad(key, value, 'is not a size; write "960GiB", a number of bytes or "auto"')
 
     def _node_names(self, key: str, value: object) -> list[str]:
         if not isinstance(value, list):
