@@ -13,7 +13,7 @@ pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "runs")
 
 
 async def test_a_run_trains_inside_jobs_of_a_real_slurm_and_leaves_none(tmp_path, monkeypatch) -> None:
-    with slurm_cluster(Layout(racks=(4, 4), cpus=2, gpus=0)) as cluster:
+    with slurm_cluster(Layout(racks=(4, 4), cpus=1, gpus=0)) as cluster:
         options = tmp_path / "slurm.toml"
         options.write_text(
             f'conf = "{cluster.conf}"\nwork_dir = "{cluster.folder}"\nagent_host = "loopback"\nlog_dir = "{tmp_path}"\n'
@@ -26,14 +26,16 @@ async def test_a_run_trains_inside_jobs_of_a_real_slurm_and_leaves_none(tmp_path
         stack.start(tmp_path, die_with_parent=True)
         try:
             harness = Harness(tmp_path)
-            run = await harness.create(small_run("on-slurm", rl={"steps": 2}))
+            run = await harness.create(
+                small_run("on-slurm", rl={"steps": 2}, fleet={"engines": 3, "rollout_workers": 3})
+            )
             await harness.wait_step(run.name, 1)
-            where = cluster.run("squeue", "-h", "-o", "%T %N %j")
+            where = cluster.run("squeue", "-h", "-t", "RUNNING", "-o", "%N").split()
             run = await harness.wait_end(run.name)
             assert run.state == Run.STATE_SUCCEEDED, run.message
-            assert "RUNNING" in where, where
-            nodes = where.split()[1]
-            assert nodes.startswith(("r0", "r1")), f"{nodes}: the gang fits into one rack, so it lies in one"
+            nodes = cluster.run("scontrol", "show", "hostnames", ",".join(where)).split()
+            assert len(nodes) > 1, f"{nodes}: no node has room for all of the gang"
+            assert len({node[:2] for node in nodes}) == 1, f"{nodes}: a rack holds the gang, so it lies in one"
             assert harness.summary(run)["steps"] == 2
             end = time.monotonic() + HANG_SECONDS
             while cluster.run("squeue", "-h", "-t", "RUNNING,PENDING,COMPLETING"):

@@ -116,9 +116,7 @@ async def build(settings: SchedulerSettings, environment: Mapping[str, str] | No
 
 @asynccontextmanager
 async def _backend(settings: SchedulerSettings, environment: Mapping[str, str]) -> AsyncIterator[Backend]:
-    passed = {key: value for key, value in environment.items() if not key.startswith("REFLUX_SCHEDULER_")}
-    passed["REFLUX_SCHEDULER_ADDRESS"] = settings.scheduler_address
-    launch = AgentLaunch((sys.executable, "-m", "reflux_scheduler.agent.main"), passed)
+    launch = AgentLaunch((sys.executable, "-m", "reflux_scheduler.agent.main"), _for_agents(environment, settings))
     try:
         backend = BACKENDS[settings.backend](_options(settings.backend_options), launch)
     except ImportError as error:
@@ -134,6 +132,17 @@ async def _backend(settings: SchedulerSettings, environment: Mapping[str, str]) 
         if isinstance(backend, AbstractAsyncContextManager):
             await stack.enter_async_context(backend)
         yield backend
+
+
+def _for_agents(environment: Mapping[str, str], settings: SchedulerSettings) -> dict[str, str]:
+    """What agents that a backend starts inherit: not where this host's services listen, because several agents may
+    share a node."""
+    passed = {
+        key: value
+        for key, value in environment.items()
+        if not key.startswith("REFLUX_SCHEDULER_") and not (key.startswith("REFLUX_") and key.endswith("_LISTEN"))
+    }
+    return {**passed, "REFLUX_SCHEDULER_ADDRESS": settings.scheduler_address}
 
 
 def _options(path: str) -> dict[str, Any]:
