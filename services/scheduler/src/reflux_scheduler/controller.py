@@ -80,6 +80,9 @@ class Controller:
             self.book, ledger, fleet, crew, grants, start_seconds, rules.grant_seconds, self.watch.blame
         )
         self._drivers: dict[str, JobDriver] = {}
+        self._undriven: set[str] = set()
+        """Jobs that may need a driver: those that changed, or whose driver has ended."""
+
         self._shapes: dict[GangDemand, Misfit | None] = {}
 
     async def load(self) -> None:
@@ -87,6 +90,7 @@ class Controller:
         self.nodes.restore(await self._store.drains(), await self._store.health())
         await self.book.load()
         await self._claims.load()
+        self._undriven |= self.book.jobs.keys()
         for job in self.book.jobs.values():
             self.planner.changed(job.id)
             if any(status.state == "lost" for status in job.members.values()):
@@ -193,7 +197,9 @@ class Controller:
         """A job changed: its driver looks at it, and the policy when room was given back or asked for."""
         self.planner.changed(after.id)
         driver = self._drivers.get(after.id)
-        if driver is not None and after.sequence != before.sequence:
+        if driver is None:
+            self._undriven.add(after.id)
+        elif after.sequence != before.sequence:
             driver.nudge()
         back = after.state != before.state and (after.final or after.state == "PENDING")
         if back or after.saved_at != before.saved_at:
@@ -271,6 +277,7 @@ class Controller:
             self._due = await self.planner.cycle() or self._due
             if self._due:
                 self._wake.set()
+            await asyncio.sleep(0)  # Who watches a job hears that it has its room before the cluster is asked for it.
             self._drive()
         if ticked:
             self._ticked_at = now
@@ -281,13 +288,15 @@ class Controller:
 
     def _drive(self) -> None:
         """Every placed job has a driver; where somebody left, those who wait for that are told."""
-        left = self.ledger.take_left()
-        for job in list(self.book.jobs.values()):
-            if job.placement is not None and not job.final:
-                driver = self._drivers.get(job.id)
-                if driver is None:
-                    self._drivers[job.id] = JobDriver(job.id, self._tools, self._driver_done)
-                elif left and job.state == "PLACED":
+        undriven, self._undriven = self._undriven, set()
+        for job_id in undriven - self._drivers.keys():
+            job = self.book.jobs.get(job_id)
+            if job is not None and job.placement is not None and not job.final:
+                self._drivers[job_id] = JobDriver(job_id, self._tools, self._driver_done)
+        if self.ledger.take_left():
+            for job_id, driver in self._drivers.items():
+                job = self.book.jobs.get(job_id)
+                if job is not None and job.state == "PLACED":
                     driver.nudge()
 
     async def _hear(self) -> None:
@@ -320,6 +329,7 @@ class Controller:
 
     def _driver_done(self, job_id: str) -> None:
         self._drivers.pop(job_id, None)
+        self._undriven.add(job_id)
         self.wake_policy()
 
 

@@ -44,6 +44,11 @@ class Ledger:
                 del self._standing[job.name]
                 self._left = True
 
+    @property
+    def planned(self) -> Mapping[str, Placement]:
+        """The booked places of jobs, by resource name: the very objects that the jobs hold."""
+        return self._planned
+
     def take_left(self) -> bool:
         """Whether somebody has left room that is promised to others, since the last call."""
         left, self._left = self._left, False

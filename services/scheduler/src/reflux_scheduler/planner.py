@@ -114,7 +114,7 @@ class Planner:
         if (self._ledger.room.open_N & ~was_open_N).any():
             self._metrics.room_came(time.time())
         view = self.view(time.time())
-        places = {name: planned_placement(self._book.get(_id(name))) for name in view.live}
+        places = dict(self._ledger.planned)
         began = time.monotonic()
         if len(view.pending) <= _FEW and self._thought_seconds < _SHORT_SECONDS:
             decision = decide(view, self._rules.config)
@@ -133,7 +133,7 @@ class Planner:
         await self._say_waits(decision)
         return any(not isinstance(action, Start) for action in decision.actions)
 
-    async def _carry_out(self, action: Action, places: Mapping[str, Placement | None]) -> None:
+    async def _carry_out(self, action: Action, places: Mapping[str, Placement]) -> None:
         """One action, unless its job has changed since the policy looked."""
         match action:
             case Start():
@@ -152,7 +152,7 @@ class Planner:
             case _:
                 log.info("%s came too late: its job has changed", type(action).__name__)
 
-    def _same(self, name: str, places: Mapping[str, Placement | None]) -> bool:
+    def _same(self, name: str, places: Mapping[str, Placement]) -> bool:
         job = self._book.jobs.get(_id(name))
         return job is not None and job.ending is None and job.placement is places.get(name)
 
