@@ -26,6 +26,9 @@ from reflux_scheduler.nodes import Nodes
 from reflux_scheduler.planner import Rules
 from reflux_scheduler.store import Store
 
+_GC_THRESHOLDS = (10_000, 20, 50)
+"""Full collections are rare: one takes 12 ms when gangs of a thousand members come and go."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
@@ -114,8 +117,10 @@ class Candidate:
             )
             await controller.load()
             # What was taken over stays for long: a full collection that walks all of it would stop answers for 0.1 s.
+            gc.unfreeze()  # What an earlier reign of this process knew.
             gc.collect()
             gc.freeze()
+            gc.set_threshold(*_GC_THRESHOLDS)
             self._controller = controller
             self._leadership.set_ready()
             self._metrics.leading(True)

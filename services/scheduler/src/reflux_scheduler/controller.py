@@ -294,9 +294,8 @@ class Controller:
             if job is not None and job.placement is not None and not job.final:
                 self._drivers[job_id] = JobDriver(job_id, self._tools, self._driver_done)
         if self.ledger.take_left():
-            for job_id, driver in self._drivers.items():
-                job = self.book.jobs.get(job_id)
-                if job is not None and job.state == "PLACED":
+            for driver in self._drivers.values():
+                if driver.is_blocked:
                     driver.nudge()
 
     async def _hear(self) -> None:

@@ -58,6 +58,9 @@ class JobDriver:
         self._done = done
         self._nudged = asyncio.Event()
         self._complaint = ""
+        self.is_blocked = False
+        """Whether a job that has to leave still stands in its room."""
+
         self._task = asyncio.create_task(self._run(), name=f"drive {job_id}")
 
     def nudge(self) -> None:
@@ -122,6 +125,7 @@ class JobDriver:
     async def _make_ready(self, job: Job) -> bool:
         """From a place in the plan to room that is really there, with an agent on every node: all of it or nothing."""
         blocker = self._tools.ledger.in_the_way(job)
+        self.is_blocked = bool(blocker)
         if blocker:
             await self._say(f"its room is kept; {blocker} still has to leave it")
             return False

@@ -23,6 +23,9 @@ from reflux_placement.room import Holding, Room, member_needs
 from reflux_placement.topology import Resources
 
 
+_FEW = 2
+
+
 @dataclass(frozen=True, slots=True)
 class Delays:
     """It would fit, but in room that is reserved for these jobs."""
@@ -52,7 +55,8 @@ class Books:
         self.evicting: dict[str, Standing] = {}
         self.reserved: dict[str, Standing] = {}
         self._withheld: dict[str, Kept] = {}
-        self._failed: dict[tuple[GangDemand, tuple[str, ...]], Misfit | Delays] = {}
+        self._misfits: dict[GangDemand, Misfit] = {}
+        self._delays: dict[tuple[GangDemand, tuple[str, ...]], Delays] = {}
         self._blocked: dict[tuple[Standing, ...], Kept] = {}
         """Amounts that reservations block; who they wait for does not change what it holds within a cycle."""
 
@@ -167,23 +171,28 @@ class Books:
 
     def find(self, ask: Ask, gang: GangDemand) -> Found:
         """A place that delays no reservation that binds the ask. `gang` is the ask's, or a smaller one."""
-        binding = self.binding(ask) if self.reserved else []
-        key = (gang, tuple(each.job for each in binding))
-        known = self._failed.get((gang, ())) or (self._failed.get(key) if binding else None)
+        known = self._misfits.get(gang)
         if known is not None:
             return known
+        binding = self.binding(ask) if self.reserved else []
+        key = (gang, tuple(each.job for each in binding))
+        if key in self._delays:
+            return self._delays[key]
         found: Found = self._search(gang)
         if isinstance(found, Misfit):
-            self._failed[gang, ()] = found
+            self._misfits[gang] = found
         elif binding and any(each.touches(found.used_nodes()) for each in binding):
             with_reserved = find_place(self.outside(binding), gang)
             found = with_reserved if isinstance(with_reserved, Assignment) else Delays(binding[0])
             if isinstance(found, Delays):
-                self._failed[key] = found
+                self._delays[key] = found
         return found
 
     def _search(self, gang: GangDemand) -> Assignment | Misfit:
-        """`find_place` behind the quick proof, whose bounds are renewed once they have let a misfit through."""
+        """`find_place` behind the quick proof, whose bounds are renewed once they have let a misfit through. For a few
+        asks the bounds cost more than they save."""
+        if len(self.view.pending) <= _FEW:
+            return find_place(self.room, gang)
         if self._prescreen is None:
             self._prescreen, self._prescreen_is_stale = Prescreen(self.room), False
         found = self._prescreen.hopeless(gang) or find_place(self.room, gang)
