@@ -22,7 +22,6 @@ from reflux_placement.policy.view import Action, Ask, Claim, Live, Start, View
 from reflux_placement.room import Holding, Room, member_needs
 from reflux_placement.topology import Resources
 
-
 _FEW = 2
 
 
