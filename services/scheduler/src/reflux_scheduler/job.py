@@ -232,6 +232,13 @@ class Ending:
 
     state: FinalState | Literal["PENDING"]
     cause: str
+    was_pending: bool = False
+    """It was on its way back into the queue before it was ended for good: its room is promised to others already."""
+
+    @property
+    def gave_room_away(self) -> bool:
+        """Whether the plan may have others where the members still stand."""
+        return self.was_pending or self.state == "PENDING"
 
 
 @dataclass(frozen=True, slots=True)

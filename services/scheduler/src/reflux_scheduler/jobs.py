@@ -55,13 +55,15 @@ def waiting(job: Job, message: str) -> Job:
 def end(job: Job, state: FinalState, cause: str, now: float) -> Job:
     """Ends a job for good; at once when it holds nothing, else through `ending`.
 
-    The first cause stays, but an end beats a way back into the queue.
+    The first cause stays, but an end beats a way back into the queue. Room that was promised to others meanwhile
+    stays promised.
     """
     if job.final or (job.ending is not None and job.ending.state != "PENDING"):
         return job
     if job.placement is None:
         return _finish(job, state, cause, now)
-    job = replace(job, ending=Ending(state, cause), next_placement=None, message=f"stopping: {cause}")
+    ending = Ending(state, cause, was_pending=job.ending is not None)
+    job = replace(job, ending=ending, next_placement=None, message=f"stopping: {cause}")
     return settled(note(job, "state", f"stopping, then {state}: {cause}", now), now)
 
 

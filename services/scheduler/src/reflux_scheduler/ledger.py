@@ -133,10 +133,10 @@ class Ledger:
 
 
 def planned_placement(job: Job) -> Placement | None:
-    """Where the plan has a job: nowhere once it is on its way back into the queue."""
+    """Where the plan has a job: nowhere once it is on its way back into the queue, even if it was cancelled since."""
     if job.final:
         return None
-    if job.ending is not None and job.ending.state == "PENDING":
+    if job.ending is not None and job.ending.gave_room_away:
         return job.next_placement
     return job.placement
 
@@ -180,7 +180,7 @@ def _left_places(job: Job) -> list[Placement]:
     places: list[Placement] = []
     if job.final:
         return places
-    if job.ending is not None and job.ending.state == "PENDING" and job.placement is not None:
+    if job.ending is not None and job.ending.gave_room_away and job.placement is not None:
         places.append(job.placement)
     for seat in job.retiring:
         places.append(Placement(NODE, "", (RolePlaces(seat.role, (seat.node,), (seat.gpus,), (seat.part,)),)))
