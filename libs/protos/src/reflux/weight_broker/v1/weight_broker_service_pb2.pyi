@@ -9,6 +9,7 @@ from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from reflux.common.v1 import common_pb2 as _common_pb2
+from reflux.weight_broker.v1 import weight_layout_pb2 as _weight_layout_pb2
 from reflux.weight_broker.v1 import weight_version_pb2 as _weight_version_pb2
 import builtins as _builtins
 import sys
@@ -20,6 +21,30 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class _UpdateMode:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _UpdateModeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_UpdateMode.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    UPDATE_MODE_UNSPECIFIED: _UpdateMode.ValueType  # 0
+    """Never used."""
+    UPDATE_MODE_SWAP: _UpdateMode.ValueType  # 1
+    """Into a second copy; the pause is an exchange of pointers."""
+    UPDATE_MODE_IN_PLACE: _UpdateMode.ValueType  # 2
+    """Over the live copy; the pause is the transfer."""
+
+class UpdateMode(_UpdateMode, metaclass=_UpdateModeEnumTypeWrapper):
+    """How a replica takes new weights."""
+
+UPDATE_MODE_UNSPECIFIED: UpdateMode.ValueType  # 0
+"""Never used."""
+UPDATE_MODE_SWAP: UpdateMode.ValueType  # 1
+"""Into a second copy; the pause is an exchange of pointers."""
+UPDATE_MODE_IN_PLACE: UpdateMode.ValueType  # 2
+"""Over the live copy; the pause is the transfer."""
+Global___UpdateMode: _TypeAlias = UpdateMode  # noqa: Y015
 
 @_typing.final
 class RegisterReplicaRequest(_message.Message):
@@ -33,6 +58,11 @@ class RegisterReplicaRequest(_message.Message):
     INCARNATION_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
+    LAYOUT_HASH_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
+    RANKS_FIELD_NUMBER: _builtins.int
+    MODE_FIELD_NUMBER: _builtins.int
+    FINGERPRINT_FIELD_NUMBER: _builtins.int
     replica: _builtins.str
     """Name of the replica, the same that the gateway knows."""
     model_id: _builtins.str
@@ -43,6 +73,16 @@ class RegisterReplicaRequest(_message.Message):
     """Epoch that the process already serves, after a reconnect; 0 when it serves none."""
     version: _builtins.int
     """Version that the process already serves, after a reconnect."""
+    layout_hash: _builtins.str
+    """Hash of the layout that its ranks form (PutLayout), instead of `layout`."""
+    rank: _builtins.int
+    """Rank of this process in that layout."""
+    ranks: _builtins.int
+    """Ranks of the replica; all of them prepare and commit together. 0 is 1."""
+    mode: Global___UpdateMode.ValueType
+    """How it takes new weights."""
+    fingerprint: _builtins.int
+    """Fingerprint of what the process already serves, after a reconnect."""
     @_builtins.property
     def layout(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TensorSlot]:
         """Layout of its shadow arena; names, shapes and dtypes must equal the publisher's."""
@@ -56,10 +96,15 @@ class RegisterReplicaRequest(_message.Message):
         incarnation: _builtins.str = ...,
         epoch: _builtins.int = ...,
         version: _builtins.int = ...,
+        layout_hash: _builtins.str = ...,
+        rank: _builtins.int = ...,
+        ranks: _builtins.int = ...,
+        mode: Global___UpdateMode.ValueType = ...,
+        fingerprint: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "incarnation", b"incarnation", "layout", b"layout", "model_id", b"model_id", "replica", b"replica", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "fingerprint", b"fingerprint", "incarnation", b"incarnation", "layout", b"layout", "layout_hash", b"layout_hash", "mode", b"mode", "model_id", b"model_id", "rank", b"rank", "ranks", b"ranks", "replica", b"replica", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -157,12 +202,26 @@ class WatchVersionsResponse(_message.Message):
     SLICES_FIELD_NUMBER: _builtins.int
     REGION_HANDLE_FIELD_NUMBER: _builtins.int
     TRANSPORT_FIELD_NUMBER: _builtins.int
+    LAYOUT_HASH_FIELD_NUMBER: _builtins.int
+    REGIONS_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
+    BASE_EPOCH_FIELD_NUMBER: _builtins.int
+    PROBE_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    TIMEOUT_SECONDS_FIELD_NUMBER: _builtins.int
     event: Global___WatchVersionsResponse.Event.ValueType
     """What to do."""
     region_handle: _builtins.bytes
     """Publisher's region handle (libs/transfer), with PREPARE only."""
     transport: _builtins.str
     """Transport of the handle: "ucx", "shm", ..."""
+    layout_hash: _builtins.str
+    """Layout of the sources, with PREPARE only."""
+    kind: _weight_version_pb2.WeightVersion.Kind.ValueType
+    """What lies in the regions."""
+    base_epoch: _builtins.int
+    """Epoch that a delta is to be applied to."""
+    timeout_seconds: _builtins.float
+    """Seconds that are left of the sync."""
     @_builtins.property
     def version(self) -> _weight_version_pb2.WeightVersion:
         """Which version."""
@@ -170,6 +229,14 @@ class WatchVersionsResponse(_message.Message):
     @_builtins.property
     def slices(self) -> _containers.RepeatedCompositeFieldContainer[Global___Slice]:
         """Slices to pull, with PREPARE only."""
+
+    @_builtins.property
+    def regions(self) -> _containers.RepeatedCompositeFieldContainer[_weight_layout_pb2.RegionOffer]:
+        """Regions of the sources, with PREPARE only: the publisher's, or those of a replica that serves the version."""
+
+    @_builtins.property
+    def probe_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Prompt to score after the commit, with COMMIT only; empty asks for nothing."""
 
     def __init__(
         self,
@@ -179,10 +246,16 @@ class WatchVersionsResponse(_message.Message):
         slices: _abc.Iterable[Global___Slice] | None = ...,
         region_handle: _builtins.bytes = ...,
         transport: _builtins.str = ...,
+        layout_hash: _builtins.str = ...,
+        regions: _abc.Iterable[_weight_layout_pb2.RegionOffer] | None = ...,
+        kind: _weight_version_pb2.WeightVersion.Kind.ValueType = ...,
+        base_epoch: _builtins.int = ...,
+        probe_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        timeout_seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "region_handle", b"region_handle", "slices", b"slices", "transport", b"transport", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_epoch", b"base_epoch", "event", b"event", "kind", b"kind", "layout_hash", b"layout_hash", "probe_token_ids", b"probe_token_ids", "region_handle", b"region_handle", "regions", b"regions", "slices", b"slices", "timeout_seconds", b"timeout_seconds", "transport", b"transport", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -232,6 +305,49 @@ class AckVersionRequest(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    class _Reason:
+        ValueType = _typing.NewType("ValueType", _builtins.int)
+        V: _TypeAlias = ValueType  # noqa: Y015
+
+    class _ReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[AckVersionRequest._Reason.ValueType], _builtins.type):
+        DESCRIPTOR: _descriptor.EnumDescriptor
+        REASON_UNSPECIFIED: AckVersionRequest._Reason.ValueType  # 0
+        """It did not say."""
+        REASON_CHECKSUM: AckVersionRequest._Reason.ValueType  # 1
+        """A slice did not have its checksum."""
+        REASON_GENERATION_GONE: AckVersionRequest._Reason.ValueType  # 2
+        """The source does not hold the generation any more, or its staging failed."""
+        REASON_PEER_GONE: AckVersionRequest._Reason.ValueType  # 3
+        """The source does not answer."""
+        REASON_DEADLINE: AckVersionRequest._Reason.ValueType  # 4
+        """Time ran out."""
+        REASON_BASE_MISMATCH: AckVersionRequest._Reason.ValueType  # 5
+        """It does not serve the version that the delta starts from."""
+        REASON_LAYOUT: AckVersionRequest._Reason.ValueType  # 6
+        """The layouts do not fit together."""
+        REASON_ENGINE: AckVersionRequest._Reason.ValueType  # 7
+        """The engine refused."""
+
+    class Reason(_Reason, metaclass=_ReasonEnumTypeWrapper):
+        """Why a replica could not."""
+
+    REASON_UNSPECIFIED: AckVersionRequest.Reason.ValueType  # 0
+    """It did not say."""
+    REASON_CHECKSUM: AckVersionRequest.Reason.ValueType  # 1
+    """A slice did not have its checksum."""
+    REASON_GENERATION_GONE: AckVersionRequest.Reason.ValueType  # 2
+    """The source does not hold the generation any more, or its staging failed."""
+    REASON_PEER_GONE: AckVersionRequest.Reason.ValueType  # 3
+    """The source does not answer."""
+    REASON_DEADLINE: AckVersionRequest.Reason.ValueType  # 4
+    """Time ran out."""
+    REASON_BASE_MISMATCH: AckVersionRequest.Reason.ValueType  # 5
+    """It does not serve the version that the delta starts from."""
+    REASON_LAYOUT: AckVersionRequest.Reason.ValueType  # 6
+    """The layouts do not fit together."""
+    REASON_ENGINE: AckVersionRequest.Reason.ValueType  # 7
+    """The engine refused."""
+
     class _Outcome:
         ValueType = _typing.NewType("ValueType", _builtins.int)
         V: _TypeAlias = ValueType  # noqa: Y015
@@ -269,6 +385,9 @@ class AckVersionRequest(_message.Message):
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     PAUSE_MS_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    REGIONS_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
     replica: _builtins.str
     """Name of the replica."""
     model_id: _builtins.str
@@ -289,6 +408,14 @@ class AckVersionRequest(_message.Message):
     """Milliseconds that decoding stood still, with COMMITTED only."""
     incarnation: _builtins.str
     """Incarnation from the registration; another one's report is refused."""
+    reason: Global___AckVersionRequest.Reason.ValueType
+    """Why it failed, with FAILED only."""
+    rank: _builtins.int
+    """Rank of the process."""
+    @_builtins.property
+    def regions(self) -> _containers.RepeatedCompositeFieldContainer[_weight_layout_pb2.RegionOffer]:
+        """The replica's own regions that others may read from now on, with COMMITTED only."""
+
     def __init__(
         self,
         *,
@@ -302,10 +429,13 @@ class AckVersionRequest(_message.Message):
         fingerprint: _builtins.int = ...,
         pause_ms: _builtins.float = ...,
         incarnation: _builtins.str = ...,
+        reason: Global___AckVersionRequest.Reason.ValueType = ...,
+        regions: _abc.Iterable[_weight_layout_pb2.RegionOffer] | None = ...,
+        rank: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "epoch", b"epoch", "error", b"error", "fingerprint", b"fingerprint", "incarnation", b"incarnation", "model_id", b"model_id", "outcome", b"outcome", "pause_ms", b"pause_ms", "replica", b"replica", "transfer_seconds", b"transfer_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "epoch", b"epoch", "error", b"error", "fingerprint", b"fingerprint", "incarnation", b"incarnation", "model_id", b"model_id", "outcome", b"outcome", "pause_ms", b"pause_ms", "rank", b"rank", "reason", b"reason", "regions", b"regions", "replica", b"replica", "transfer_seconds", b"transfer_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -353,6 +483,11 @@ class BeginVersionRequest(_message.Message):
     SYNC_TIMEOUT_SECONDS_FIELD_NUMBER: _builtins.int
     MIN_REPLICAS_FIELD_NUMBER: _builtins.int
     REPLAY_FIELD_NUMBER: _builtins.int
+    LAYOUT_HASH_FIELD_NUMBER: _builtins.int
+    REGIONS_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
+    BASE_EPOCH_FIELD_NUMBER: _builtins.int
+    PROBE_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Client-chosen UUID that makes retries safe; remembered for one hour."""
     model_id: _builtins.str
@@ -373,6 +508,14 @@ class BeginVersionRequest(_message.Message):
     """Replicas that must take part; fewer registered ones are waited for within the timeout. 0 takes those that are there."""
     replay: _builtins.bool
     """The publisher was restored from a checkpoint: its version may be lower than the committed one. The epoch still grows."""
+    layout_hash: _builtins.str
+    """Hash of the publisher's layout (PutLayout), instead of `layout`. Checksums then lie in the regions' headers, and
+    the regions may still be filling.
+    """
+    kind: _weight_version_pb2.WeightVersion.Kind.ValueType
+    """What lies in the regions."""
+    base_epoch: _builtins.int
+    """Epoch that a delta starts from, or on top of which an adapter stands."""
     @_builtins.property
     def layout(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TensorSlot]:
         """Layout of the publisher's arena."""
@@ -380,6 +523,14 @@ class BeginVersionRequest(_message.Message):
     @_builtins.property
     def checksums(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """xxh3_64 of each published slice, in layout order, each tensor cut into pieces of `slice_bytes`."""
+
+    @_builtins.property
+    def regions(self) -> _containers.RepeatedCompositeFieldContainer[_weight_layout_pb2.RegionOffer]:
+        """Regions of all ranks of the publisher."""
+
+    @_builtins.property
+    def probe_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Prompt that replicas score after the commit; empty asks for nothing."""
 
     def __init__(
         self,
@@ -396,10 +547,15 @@ class BeginVersionRequest(_message.Message):
         sync_timeout_seconds: _builtins.float = ...,
         min_replicas: _builtins.int = ...,
         replay: _builtins.bool = ...,
+        layout_hash: _builtins.str = ...,
+        regions: _abc.Iterable[_weight_layout_pb2.RegionOffer] | None = ...,
+        kind: _weight_version_pb2.WeightVersion.Kind.ValueType = ...,
+        base_epoch: _builtins.int = ...,
+        probe_token_ids: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksums", b"checksums", "layout", b"layout", "min_replicas", b"min_replicas", "model_id", b"model_id", "publisher_epoch", b"publisher_epoch", "region_handle", b"region_handle", "replay", b"replay", "request_id", b"request_id", "slice_bytes", b"slice_bytes", "sync_timeout_seconds", b"sync_timeout_seconds", "transport", b"transport", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_epoch", b"base_epoch", "checksums", b"checksums", "kind", b"kind", "layout", b"layout", "layout_hash", b"layout_hash", "min_replicas", b"min_replicas", "model_id", b"model_id", "probe_token_ids", b"probe_token_ids", "publisher_epoch", b"publisher_epoch", "region_handle", b"region_handle", "regions", b"regions", "replay", b"replay", "request_id", b"request_id", "slice_bytes", b"slice_bytes", "sync_timeout_seconds", b"sync_timeout_seconds", "transport", b"transport", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -626,3 +782,330 @@ class DeregisterReplicaResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DeregisterReplicaResponse: _TypeAlias = DeregisterReplicaResponse  # noqa: Y015
+
+@_typing.final
+class PutLayoutRequest(_message.Message):
+    """A part of a serialized WeightLayout."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHUNK_FIELD_NUMBER: _builtins.int
+    chunk: _builtins.bytes
+    """At most 1 MiB."""
+    def __init__(
+        self,
+        *,
+        chunk: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PutLayoutRequest: _TypeAlias = PutLayoutRequest  # noqa: Y015
+
+@_typing.final
+class PutLayoutResponse(_message.Message):
+    """The stored layout."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HASH_FIELD_NUMBER: _builtins.int
+    hash: _builtins.str
+    """xxh3_128 of the layout's canonical bytes, hexadecimal."""
+    def __init__(
+        self,
+        *,
+        hash: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hash", b"hash"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PutLayoutResponse: _TypeAlias = PutLayoutResponse  # noqa: Y015
+
+@_typing.final
+class GetLayoutRequest(_message.Message):
+    """Which layout."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HASH_FIELD_NUMBER: _builtins.int
+    hash: _builtins.str
+    """Hash from PutLayout."""
+    def __init__(
+        self,
+        *,
+        hash: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hash", b"hash"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetLayoutRequest: _TypeAlias = GetLayoutRequest  # noqa: Y015
+
+@_typing.final
+class GetLayoutResponse(_message.Message):
+    """A part of a serialized WeightLayout."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHUNK_FIELD_NUMBER: _builtins.int
+    chunk: _builtins.bytes
+    """At most 1 MiB."""
+    def __init__(
+        self,
+        *,
+        chunk: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetLayoutResponse: _TypeAlias = GetLayoutResponse  # noqa: Y015
+
+@_typing.final
+class WatchLeasesRequest(_message.Message):
+    """Who serves regions."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_ID_FIELD_NUMBER: _builtins.int
+    REPLICA_FIELD_NUMBER: _builtins.int
+    GENERATIONS_FIELD_NUMBER: _builtins.int
+    model_id: _builtins.str
+    """Model of the regions."""
+    replica: _builtins.str
+    """Name of the replica, empty for the publisher."""
+    @_builtins.property
+    def generations(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Generations that can be read."""
+
+    def __init__(
+        self,
+        *,
+        model_id: _builtins.str = ...,
+        replica: _builtins.str = ...,
+        generations: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generations", b"generations", "model_id", b"model_id", "replica", b"replica"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchLeasesRequest: _TypeAlias = WatchLeasesRequest  # noqa: Y015
+
+@_typing.final
+class WatchLeasesResponse(_message.Message):
+    """A lease begins or ends."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GENERATION_FIELD_NUMBER: _builtins.int
+    HOLDER_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    generation: _builtins.int
+    """Generation that is read."""
+    holder: _builtins.str
+    """Who reads."""
+    seconds: _builtins.float
+    """For how long; 0 ends the lease."""
+    def __init__(
+        self,
+        *,
+        generation: _builtins.int = ...,
+        holder: _builtins.str = ...,
+        seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "holder", b"holder", "seconds", b"seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchLeasesResponse: _TypeAlias = WatchLeasesResponse  # noqa: Y015
+
+@_typing.final
+class ReportProbeRequest(_message.Message):
+    """Log-probs of the probe prompt."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_ID_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    REPLICA_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    model_id: _builtins.str
+    """Model of the version."""
+    epoch: _builtins.int
+    """Epoch of the version."""
+    replica: _builtins.str
+    """Name of the replica, empty for the learner."""
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Log-prob of every token of the prompt after the first."""
+
+    def __init__(
+        self,
+        *,
+        model_id: _builtins.str = ...,
+        epoch: _builtins.int = ...,
+        replica: _builtins.str = ...,
+        logprobs: _abc.Iterable[_builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "logprobs", b"logprobs", "model_id", b"model_id", "replica", b"replica"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReportProbeRequest: _TypeAlias = ReportProbeRequest  # noqa: Y015
+
+@_typing.final
+class ReportProbeResponse(_message.Message):
+    """Answer to a report."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReportProbeResponse: _TypeAlias = ReportProbeResponse  # noqa: Y015
+
+@_typing.final
+class ReportPathsRequest(_message.Message):
+    """What a process measured."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROCESS_FIELD_NUMBER: _builtins.int
+    PATHS_FIELD_NUMBER: _builtins.int
+    process: _builtins.str
+    """Name of the process."""
+    @_builtins.property
+    def paths(self) -> _containers.RepeatedCompositeFieldContainer[Global___TransferPath]:
+        """By transport."""
+
+    def __init__(
+        self,
+        *,
+        process: _builtins.str = ...,
+        paths: _abc.Iterable[Global___TransferPath] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["paths", b"paths", "process", b"process"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReportPathsRequest: _TypeAlias = ReportPathsRequest  # noqa: Y015
+
+@_typing.final
+class ReportPathsResponse(_message.Message):
+    """Answer to a report."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReportPathsResponse: _TypeAlias = ReportPathsResponse  # noqa: Y015
+
+@_typing.final
+class ListPathsRequest(_message.Message):
+    """Lists all."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListPathsRequest: _TypeAlias = ListPathsRequest  # noqa: Y015
+
+@_typing.final
+class ListPathsResponse(_message.Message):
+    """All reported paths."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROCESSES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def processes(self) -> _containers.RepeatedCompositeFieldContainer[Global___ReportPathsRequest]:
+        """In order of process."""
+
+    def __init__(
+        self,
+        *,
+        processes: _abc.Iterable[Global___ReportPathsRequest] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["processes", b"processes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListPathsResponse: _TypeAlias = ListPathsResponse  # noqa: Y015
+
+@_typing.final
+class TransferPath(_message.Message):
+    """One transport to one peer."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TRANSPORT_FIELD_NUMBER: _builtins.int
+    PEER_FIELD_NUMBER: _builtins.int
+    BYTES_PER_SECOND_FIELD_NUMBER: _builtins.int
+    CHOSEN_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    transport: _builtins.str
+    """"ucx", "shm", ..."""
+    peer: _builtins.str
+    """Name of the peer; empty for the process itself."""
+    bytes_per_second: _builtins.float
+    """Measured over 32 MiB; 0 when it does not work."""
+    chosen: _builtins.bool
+    """Whether it was chosen."""
+    reason: _builtins.str
+    """Why, or what is wrong."""
+    def __init__(
+        self,
+        *,
+        transport: _builtins.str = ...,
+        peer: _builtins.str = ...,
+        bytes_per_second: _builtins.float = ...,
+        chosen: _builtins.bool = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_per_second", b"bytes_per_second", "chosen", b"chosen", "peer", b"peer", "reason", b"reason", "transport", b"transport"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TransferPath: _TypeAlias = TransferPath  # noqa: Y015

@@ -75,6 +75,36 @@ class WeightBrokerServiceStub:
                 request_serializer=reflux_dot_weight__broker_dot_v1_dot_weight__broker__service__pb2.DeregisterReplicaRequest.SerializeToString,
                 response_deserializer=reflux_dot_weight__broker_dot_v1_dot_weight__broker__service__pb2.DeregisterReplicaResponse.FromString,
                 _registered_method=True)
+        self.PutLayout = channel.stream_unary(
+                '/reflux.weight_broker.v1.WeightBrokerService/PutLayout',
+                request_serializer=reflux_dot_weight__broker_dot_v1_dot_weight__broker__service__pb2.PutLayoutRequest.SerializeToString,
+                response_deserializer=reflux_dot_weight__broker_dot_v1_dot_weight__broker__service__pb2.PutLayoutResponse.FromString,
+                _registered_method=True)
+        self.GetLayout = channel.unary_stream(
+                '/reflux.weight_broker.v1.WeightBrokerService/GetLayout',
+                request_serializer=reflux_dot_weight__broker_dot_v1_dot_weight__broker__service__pb2.GetLayoutRequest.SerializeToString,
+                response_deserializer=reflux_dot_weight__broker_dot_v1_dot_weight__broker__service__pb2.GetLayoutResponse.FromString,
+                _registered_method=True)
+        self.WatchLeases = channel.unary_stream(
+                '/reflux.weight_broker.v1.WeightBrokerService/WatchLeases',
+                request_serializer=reflux_dot_weight__broker_dot_v1_dot_weight__broker__service__pb2.WatchLeasesRequest.SerializeToString,
+                response_deserializer=reflux_dot_weight__broker_dot_v1_dot_weight__broker__service__pb2.WatchLeasesResponse.FromString,
+                _registered_method=True)
+        self.ReportProbe = channel.unary_unary(
+                '/reflux.weight_broker.v1.WeightBrokerService/ReportProbe',
+                request_serializer=reflux_dot_weight__broker_dot_v1_dot_weight__broker__service__pb2.ReportProbeRequest.SerializeToString,
+                response_deserializer=reflux_dot_weight__broker_dot_v1_dot_weight__broker__service__pb2.ReportProbeResponse.FromString,
+                _registered_method=True)
+        self.ReportPaths = channel.unary_unary(
+                '/reflux.weight_broker.v1.WeightBrokerService/ReportPaths',
+                request_serializer=reflux_dot_weight__broker_dot_v1_dot_weight__broker__service__pb2.ReportPathsRequest.SerializeToString,
+                response_deserializer=reflux_dot_weight__broker_dot_v1_dot_weight__broker__service__pb2.ReportPathsResponse.FromString,
+                _registered_method=True)
+        self.ListPaths = channel.unary_unary(
+                '/reflux.weight_broker.v1.WeightBrokerService/ListPaths',
+                request_serializer=reflux_dot_weight__broker_dot_v1_dot_weight__broker__service__pb2.ListPathsRequest.SerializeToString,
+                response_deserializer=reflux_dot_weight__broker_dot_v1_dot_weight__broker__service__pb2.ListPathsResponse.FromString,
+                _registered_method=True)
 
 
 class WeightBrokerServiceServicer:
@@ -137,6 +167,48 @@ class WeightBrokerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def PutLayout(self, request_iterator, context):
+        """Stores a layout under its hash. Idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetLayout(self, request, context):
+        """Returns a stored layout in chunks.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WatchLeases(self, request, context):
+        """Streams to a publisher or serving replica who may read from it, and until when.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReportProbe(self, request, context):
+        """Takes the log-probs of the probe prompt under a version; differences make a replica unhealthy.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReportPaths(self, request, context):
+        """Takes what a process measured of its transports.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListPaths(self, request, context):
+        """Lists what was measured of transports, by process.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WeightBrokerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -179,6 +251,36 @@ def add_WeightBrokerServiceServicer_to_server(servicer, server):
                     servicer.DeregisterReplica,
                     request_deserializer=reflux_dot_weight__broker_dot_v1_dot_weight__broker__service__pb2.DeregisterReplicaRequest.FromString,
                     response_serializer=reflux_dot_weight__broker_dot_v1_dot_weight__broker__service__pb2.DeregisterReplicaResponse.SerializeToString,
+            ),
+            'PutLayout': grpc.stream_unary_rpc_method_handler(
+                    servicer.PutLayout,
+                    request_deserializer=reflux_dot_weight__broker_dot_v1_dot_weight__broker__service__pb2.PutLayoutRequest.FromString,
+                    response_serializer=reflux_dot_weight__broker_dot_v1_dot_weight__broker__service__pb2.PutLayoutResponse.SerializeToString,
+            ),
+            'GetLayout': grpc.unary_stream_rpc_method_handler(
+                    servicer.GetLayout,
+                    request_deserializer=reflux_dot_weight__broker_dot_v1_dot_weight__broker__service__pb2.GetLayoutRequest.FromString,
+                    response_serializer=reflux_dot_weight__broker_dot_v1_dot_weight__broker__service__pb2.GetLayoutResponse.SerializeToString,
+            ),
+            'WatchLeases': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchLeases,
+                    request_deserializer=reflux_dot_weight__broker_dot_v1_dot_weight__broker__service__pb2.WatchLeasesRequest.FromString,
+                    response_serializer=reflux_dot_weight__broker_dot_v1_dot_weight__broker__service__pb2.WatchLeasesResponse.SerializeToString,
+            ),
+            'ReportProbe': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReportProbe,
+                    request_deserializer=reflux_dot_weight__broker_dot_v1_dot_weight__broker__service__pb2.ReportProbeRequest.FromString,
+                    response_serializer=reflux_dot_weight__broker_dot_v1_dot_weight__broker__service__pb2.ReportProbeResponse.SerializeToString,
+            ),
+            'ReportPaths': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReportPaths,
+                    request_deserializer=reflux_dot_weight__broker_dot_v1_dot_weight__broker__service__pb2.ReportPathsRequest.FromString,
+                    response_serializer=reflux_dot_weight__broker_dot_v1_dot_weight__broker__service__pb2.ReportPathsResponse.SerializeToString,
+            ),
+            'ListPaths': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListPaths,
+                    request_deserializer=reflux_dot_weight__broker_dot_v1_dot_weight__broker__service__pb2.ListPathsRequest.FromString,
+                    response_serializer=reflux_dot_weight__broker_dot_v1_dot_weight__broker__service__pb2.ListPathsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -398,6 +500,168 @@ class WeightBrokerService:
             '/reflux.weight_broker.v1.WeightBrokerService/DeregisterReplica',
             reflux_dot_weight__broker_dot_v1_dot_weight__broker__service__pb2.DeregisterReplicaRequest.SerializeToString,
             reflux_dot_weight__broker_dot_v1_dot_weight__broker__service__pb2.DeregisterReplicaResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PutLayout(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_unary(
+            request_iterator,
+            target,
+            '/reflux.weight_broker.v1.WeightBrokerService/PutLayout',
+            reflux_dot_weight__broker_dot_v1_dot_weight__broker__service__pb2.PutLayoutRequest.SerializeToString,
+            reflux_dot_weight__broker_dot_v1_dot_weight__broker__service__pb2.PutLayoutResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetLayout(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/reflux.weight_broker.v1.WeightBrokerService/GetLayout',
+            reflux_dot_weight__broker_dot_v1_dot_weight__broker__service__pb2.GetLayoutRequest.SerializeToString,
+            reflux_dot_weight__broker_dot_v1_dot_weight__broker__service__pb2.GetLayoutResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchLeases(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/reflux.weight_broker.v1.WeightBrokerService/WatchLeases',
+            reflux_dot_weight__broker_dot_v1_dot_weight__broker__service__pb2.WatchLeasesRequest.SerializeToString,
+            reflux_dot_weight__broker_dot_v1_dot_weight__broker__service__pb2.WatchLeasesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReportProbe(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/reflux.weight_broker.v1.WeightBrokerService/ReportProbe',
+            reflux_dot_weight__broker_dot_v1_dot_weight__broker__service__pb2.ReportProbeRequest.SerializeToString,
+            reflux_dot_weight__broker_dot_v1_dot_weight__broker__service__pb2.ReportProbeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReportPaths(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/reflux.weight_broker.v1.WeightBrokerService/ReportPaths',
+            reflux_dot_weight__broker_dot_v1_dot_weight__broker__service__pb2.ReportPathsRequest.SerializeToString,
+            reflux_dot_weight__broker_dot_v1_dot_weight__broker__service__pb2.ReportPathsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListPaths(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/reflux.weight_broker.v1.WeightBrokerService/ListPaths',
+            reflux_dot_weight__broker_dot_v1_dot_weight__broker__service__pb2.ListPathsRequest.SerializeToString,
+            reflux_dot_weight__broker_dot_v1_dot_weight__broker__service__pb2.ListPathsResponse.FromString,
             options,
             channel_credentials,
             insecure,

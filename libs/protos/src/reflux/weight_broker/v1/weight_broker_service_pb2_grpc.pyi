@@ -49,6 +49,18 @@ class WeightBrokerServiceStub:
     """Lists the replicas of a model."""
     DeregisterReplica: _grpc.UnaryUnaryMultiCallable[_weight_broker_service_pb2.DeregisterReplicaRequest, _weight_broker_service_pb2.DeregisterReplicaResponse]
     """Removes a replica; a version under way goes on without it."""
+    PutLayout: _grpc.StreamUnaryMultiCallable[_weight_broker_service_pb2.PutLayoutRequest, _weight_broker_service_pb2.PutLayoutResponse]
+    """Stores a layout under its hash. Idempotent."""
+    GetLayout: _grpc.UnaryStreamMultiCallable[_weight_broker_service_pb2.GetLayoutRequest, _weight_broker_service_pb2.GetLayoutResponse]
+    """Returns a stored layout in chunks."""
+    WatchLeases: _grpc.UnaryStreamMultiCallable[_weight_broker_service_pb2.WatchLeasesRequest, _weight_broker_service_pb2.WatchLeasesResponse]
+    """Streams to a publisher or serving replica who may read from it, and until when."""
+    ReportProbe: _grpc.UnaryUnaryMultiCallable[_weight_broker_service_pb2.ReportProbeRequest, _weight_broker_service_pb2.ReportProbeResponse]
+    """Takes the log-probs of the probe prompt under a version; differences make a replica unhealthy."""
+    ReportPaths: _grpc.UnaryUnaryMultiCallable[_weight_broker_service_pb2.ReportPathsRequest, _weight_broker_service_pb2.ReportPathsResponse]
+    """Takes what a process measured of its transports."""
+    ListPaths: _grpc.UnaryUnaryMultiCallable[_weight_broker_service_pb2.ListPathsRequest, _weight_broker_service_pb2.ListPathsResponse]
+    """Lists what was measured of transports, by process."""
 
 @_typing.type_check_only
 class WeightBrokerServiceAsyncStub(WeightBrokerServiceStub):
@@ -71,6 +83,18 @@ class WeightBrokerServiceAsyncStub(WeightBrokerServiceStub):
     """Lists the replicas of a model."""
     DeregisterReplica: _aio.UnaryUnaryMultiCallable[_weight_broker_service_pb2.DeregisterReplicaRequest, _weight_broker_service_pb2.DeregisterReplicaResponse]  # type: ignore[assignment]
     """Removes a replica; a version under way goes on without it."""
+    PutLayout: _aio.StreamUnaryMultiCallable[_weight_broker_service_pb2.PutLayoutRequest, _weight_broker_service_pb2.PutLayoutResponse]  # type: ignore[assignment]
+    """Stores a layout under its hash. Idempotent."""
+    GetLayout: _aio.UnaryStreamMultiCallable[_weight_broker_service_pb2.GetLayoutRequest, _weight_broker_service_pb2.GetLayoutResponse]  # type: ignore[assignment]
+    """Returns a stored layout in chunks."""
+    WatchLeases: _aio.UnaryStreamMultiCallable[_weight_broker_service_pb2.WatchLeasesRequest, _weight_broker_service_pb2.WatchLeasesResponse]  # type: ignore[assignment]
+    """Streams to a publisher or serving replica who may read from it, and until when."""
+    ReportProbe: _aio.UnaryUnaryMultiCallable[_weight_broker_service_pb2.ReportProbeRequest, _weight_broker_service_pb2.ReportProbeResponse]  # type: ignore[assignment]
+    """Takes the log-probs of the probe prompt under a version; differences make a replica unhealthy."""
+    ReportPaths: _aio.UnaryUnaryMultiCallable[_weight_broker_service_pb2.ReportPathsRequest, _weight_broker_service_pb2.ReportPathsResponse]  # type: ignore[assignment]
+    """Takes what a process measured of its transports."""
+    ListPaths: _aio.UnaryUnaryMultiCallable[_weight_broker_service_pb2.ListPathsRequest, _weight_broker_service_pb2.ListPathsResponse]  # type: ignore[assignment]
+    """Lists what was measured of transports, by process."""
 
 class WeightBrokerServiceServicer(metaclass=_abc_1.ABCMeta):
     """Control plane of weight versions; the bytes never pass through it."""
@@ -138,5 +162,53 @@ class WeightBrokerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_weight_broker_service_pb2.DeregisterReplicaResponse, _abc.Awaitable[_weight_broker_service_pb2.DeregisterReplicaResponse]]:
         """Removes a replica; a version under way goes on without it."""
+
+    @_abc_1.abstractmethod
+    def PutLayout(
+        self,
+        request_iterator: _MaybeAsyncIterator[_weight_broker_service_pb2.PutLayoutRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_weight_broker_service_pb2.PutLayoutResponse, _abc.Awaitable[_weight_broker_service_pb2.PutLayoutResponse]]:
+        """Stores a layout under its hash. Idempotent."""
+
+    @_abc_1.abstractmethod
+    def GetLayout(
+        self,
+        request: _weight_broker_service_pb2.GetLayoutRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_weight_broker_service_pb2.GetLayoutResponse], _abc.AsyncIterator[_weight_broker_service_pb2.GetLayoutResponse]]:
+        """Returns a stored layout in chunks."""
+
+    @_abc_1.abstractmethod
+    def WatchLeases(
+        self,
+        request: _weight_broker_service_pb2.WatchLeasesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_weight_broker_service_pb2.WatchLeasesResponse], _abc.AsyncIterator[_weight_broker_service_pb2.WatchLeasesResponse]]:
+        """Streams to a publisher or serving replica who may read from it, and until when."""
+
+    @_abc_1.abstractmethod
+    def ReportProbe(
+        self,
+        request: _weight_broker_service_pb2.ReportProbeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_weight_broker_service_pb2.ReportProbeResponse, _abc.Awaitable[_weight_broker_service_pb2.ReportProbeResponse]]:
+        """Takes the log-probs of the probe prompt under a version; differences make a replica unhealthy."""
+
+    @_abc_1.abstractmethod
+    def ReportPaths(
+        self,
+        request: _weight_broker_service_pb2.ReportPathsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_weight_broker_service_pb2.ReportPathsResponse, _abc.Awaitable[_weight_broker_service_pb2.ReportPathsResponse]]:
+        """Takes what a process measured of its transports."""
+
+    @_abc_1.abstractmethod
+    def ListPaths(
+        self,
+        request: _weight_broker_service_pb2.ListPathsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_weight_broker_service_pb2.ListPathsResponse, _abc.Awaitable[_weight_broker_service_pb2.ListPathsResponse]]:
+        """Lists what was measured of transports, by process."""
 
 def add_WeightBrokerServiceServicer_to_server(servicer: WeightBrokerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n,reflux/weight_broker/v1/weight_version.proto\x12\x17reflux.weight_broker.v1\"\xf9\x02\n\rWeightVersion\x12\x10\n\x08model_id\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x03\x12\r\n\x05\x65poch\x18\x03 \x01(\x03\x12;\n\x05state\x18\x04 \x01(\x0e\x32,.reflux.weight_broker.v1.WeightVersion.State\x12\x37\n\x08replicas\x18\x05 \x03(\x0b\x32%.reflux.weight_broker.v1.ReplicaState\x12\r\n\x05\x65rror\x18\x06 \x01(\t\x12\x17\n\x0fprepare_seconds\x18\x07 \x01(\x01\x12\x16\n\x0e\x63ommit_seconds\x18\x08 \x01(\x01\x12\r\n\x05\x62ytes\x18\t \x01(\x04\"q\n\x05State\x12\x15\n\x11STATE_UNSPECIFIED\x10\x00\x12\x13\n\x0fSTATE_PREPARING\x10\x01\x12\x14\n\x10STATE_COMMITTING\x10\x02\x12\x13\n\x0fSTATE_COMMITTED\x10\x03\x12\x11\n\rSTATE_ABORTED\x10\x04\"\x8f\x01\n\x0cReplicaState\x12\x0f\n\x07replica\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x03\x12\r\n\x05\x65poch\x18\x03 \x01(\x03\x12\r\n\x05\x65rror\x18\x04 \x01(\t\x12\x10\n\x08pause_ms\x18\x05 \x01(\x01\x12\x18\n\x10transfer_seconds\x18\x06 \x01(\x01\x12\x13\n\x0b\x66ingerprint\x18\x07 \x01(\x06\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n,reflux/weight_broker/v1/weight_version.proto\x12\x17reflux.weight_broker.v1\"\xc6\x04\n\rWeightVersion\x12\x10\n\x08model_id\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x03\x12\r\n\x05\x65poch\x18\x03 \x01(\x03\x12;\n\x05state\x18\x04 \x01(\x0e\x32,.reflux.weight_broker.v1.WeightVersion.State\x12\x37\n\x08replicas\x18\x05 \x03(\x0b\x32%.reflux.weight_broker.v1.ReplicaState\x12\r\n\x05\x65rror\x18\x06 \x01(\t\x12\x17\n\x0fprepare_seconds\x18\x07 \x01(\x01\x12\x16\n\x0e\x63ommit_seconds\x18\x08 \x01(\x01\x12\r\n\x05\x62ytes\x18\t \x01(\x04\x12\x39\n\x04kind\x18\n \x01(\x0e\x32+.reflux.weight_broker.v1.WeightVersion.Kind\x12\x12\n\nbase_epoch\x18\x0b \x01(\x03\x12\x13\n\x0b\x66ingerprint\x18\x0c \x01(\x06\x12\x18\n\x10\x63ontrol_messages\x18\r \x01(\r\"M\n\x04Kind\x12\x14\n\x10KIND_UNSPECIFIED\x10\x00\x12\r\n\tKIND_FULL\x10\x01\x12\x0e\n\nKIND_DELTA\x10\x02\x12\x10\n\x0cKIND_ADAPTER\x10\x03\"q\n\x05State\x12\x15\n\x11STATE_UNSPECIFIED\x10\x00\x12\x13\n\x0fSTATE_PREPARING\x10\x01\x12\x14\n\x10STATE_COMMITTING\x10\x02\x12\x13\n\x0fSTATE_COMMITTED\x10\x03\x12\x11\n\rSTATE_ABORTED\x10\x04\"\xc9\x01\n\x0cReplicaState\x12\x0f\n\x07replica\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x03\x12\r\n\x05\x65poch\x18\x03 \x01(\x03\x12\r\n\x05\x65rror\x18\x04 \x01(\t\x12\x10\n\x08pause_ms\x18\x05 \x01(\x01\x12\x18\n\x10transfer_seconds\x18\x06 \x01(\x01\x12\x13\n\x0b\x66ingerprint\x18\x07 \x01(\x06\x12\x11\n\tunhealthy\x18\x08 \x01(\x08\x12\x15\n\rhealth_reason\x18\t \x01(\t\x12\x0e\n\x06source\x18\n \x01(\tb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,9 +32,11 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'reflux.weight_broker.v1.wei
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_WEIGHTVERSION']._serialized_start=74
-  _globals['_WEIGHTVERSION']._serialized_end=451
-  _globals['_WEIGHTVERSION_STATE']._serialized_start=338
-  _globals['_WEIGHTVERSION_STATE']._serialized_end=451
-  _globals['_REPLICASTATE']._serialized_start=454
-  _globals['_REPLICASTATE']._serialized_end=597
+  _globals['_WEIGHTVERSION']._serialized_end=656
+  _globals['_WEIGHTVERSION_KIND']._serialized_start=464
+  _globals['_WEIGHTVERSION_KIND']._serialized_end=541
+  _globals['_WEIGHTVERSION_STATE']._serialized_start=543
+  _globals['_WEIGHTVERSION_STATE']._serialized_end=656
+  _globals['_REPLICASTATE']._serialized_start=659
+  _globals['_REPLICASTATE']._serialized_end=860
 # @@protoc_insertion_point(module_scope)

@@ -25,6 +25,33 @@ class WeightVersion(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    class _Kind:
+        ValueType = _typing.NewType("ValueType", _builtins.int)
+        V: _TypeAlias = ValueType  # noqa: Y015
+
+    class _KindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[WeightVersion._Kind.ValueType], _builtins.type):
+        DESCRIPTOR: _descriptor.EnumDescriptor
+        KIND_UNSPECIFIED: WeightVersion._Kind.ValueType  # 0
+        """Never used."""
+        KIND_FULL: WeightVersion._Kind.ValueType  # 1
+        """All parameters."""
+        KIND_DELTA: WeightVersion._Kind.ValueType  # 2
+        """Differences to the parameters of `base_epoch`."""
+        KIND_ADAPTER: WeightVersion._Kind.ValueType  # 3
+        """An adapter that stands beside the parameters of its model."""
+
+    class Kind(_Kind, metaclass=_KindEnumTypeWrapper):
+        """What was published."""
+
+    KIND_UNSPECIFIED: WeightVersion.Kind.ValueType  # 0
+    """Never used."""
+    KIND_FULL: WeightVersion.Kind.ValueType  # 1
+    """All parameters."""
+    KIND_DELTA: WeightVersion.Kind.ValueType  # 2
+    """Differences to the parameters of `base_epoch`."""
+    KIND_ADAPTER: WeightVersion.Kind.ValueType  # 3
+    """An adapter that stands beside the parameters of its model."""
+
     class _State:
         ValueType = _typing.NewType("ValueType", _builtins.int)
         V: _TypeAlias = ValueType  # noqa: Y015
@@ -65,6 +92,10 @@ class WeightVersion(_message.Message):
     PREPARE_SECONDS_FIELD_NUMBER: _builtins.int
     COMMIT_SECONDS_FIELD_NUMBER: _builtins.int
     BYTES_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
+    BASE_EPOCH_FIELD_NUMBER: _builtins.int
+    FINGERPRINT_FIELD_NUMBER: _builtins.int
+    CONTROL_MESSAGES_FIELD_NUMBER: _builtins.int
     model_id: _builtins.str
     """Model of the version."""
     version: _builtins.int
@@ -81,6 +112,14 @@ class WeightVersion(_message.Message):
     """Seconds from the last PREPARED until all replicas were committed."""
     bytes: _builtins.int
     """Bytes pulled by all replicas."""
+    kind: Global___WeightVersion.Kind.ValueType
+    """What was published."""
+    base_epoch: _builtins.int
+    """Epoch that a delta started from, or on top of which an adapter stands."""
+    fingerprint: _builtins.int
+    """Fingerprint that all replicas reported."""
+    control_messages: _builtins.int
+    """Calls and events between broker, publisher and replicas for this version."""
     @_builtins.property
     def replicas(self) -> _containers.RepeatedCompositeFieldContainer[Global___ReplicaState]:
         """Replicas that take part and what they have done."""
@@ -97,10 +136,14 @@ class WeightVersion(_message.Message):
         prepare_seconds: _builtins.float = ...,
         commit_seconds: _builtins.float = ...,
         bytes: _builtins.int = ...,
+        kind: Global___WeightVersion.Kind.ValueType = ...,
+        base_epoch: _builtins.int = ...,
+        fingerprint: _builtins.int = ...,
+        control_messages: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "commit_seconds", b"commit_seconds", "epoch", b"epoch", "error", b"error", "model_id", b"model_id", "prepare_seconds", b"prepare_seconds", "replicas", b"replicas", "state", b"state", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_epoch", b"base_epoch", "bytes", b"bytes", "commit_seconds", b"commit_seconds", "control_messages", b"control_messages", "epoch", b"epoch", "error", b"error", "fingerprint", b"fingerprint", "kind", b"kind", "model_id", b"model_id", "prepare_seconds", b"prepare_seconds", "replicas", b"replicas", "state", b"state", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -119,6 +162,9 @@ class ReplicaState(_message.Message):
     PAUSE_MS_FIELD_NUMBER: _builtins.int
     TRANSFER_SECONDS_FIELD_NUMBER: _builtins.int
     FINGERPRINT_FIELD_NUMBER: _builtins.int
+    UNHEALTHY_FIELD_NUMBER: _builtins.int
+    HEALTH_REASON_FIELD_NUMBER: _builtins.int
+    SOURCE_FIELD_NUMBER: _builtins.int
     replica: _builtins.str
     """Name of the replica."""
     version: _builtins.int
@@ -132,7 +178,13 @@ class ReplicaState(_message.Message):
     transfer_seconds: _builtins.float
     """Seconds of the last transfer."""
     fingerprint: _builtins.int
-    """xxh3_64 over the parameters that it serves, 0 when it did not say."""
+    """Fingerprint of the parameters that it serves, 0 when it did not say."""
+    unhealthy: _builtins.bool
+    """Whether requests may go to it."""
+    health_reason: _builtins.str
+    """Why it is unhealthy."""
+    source: _builtins.str
+    """From whom it pulled last: "publisher" or a replica."""
     def __init__(
         self,
         *,
@@ -143,10 +195,13 @@ class ReplicaState(_message.Message):
         pause_ms: _builtins.float = ...,
         transfer_seconds: _builtins.float = ...,
         fingerprint: _builtins.int = ...,
+        unhealthy: _builtins.bool = ...,
+        health_reason: _builtins.str = ...,
+        source: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "error", b"error", "fingerprint", b"fingerprint", "pause_ms", b"pause_ms", "replica", b"replica", "transfer_seconds", b"transfer_seconds", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "error", b"error", "fingerprint", b"fingerprint", "health_reason", b"health_reason", "pause_ms", b"pause_ms", "replica", b"replica", "source", b"source", "transfer_seconds", b"transfer_seconds", "unhealthy", b"unhealthy", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
