@@ -6,12 +6,17 @@ import numpy as np
 import pytest
 
 from reflux_placement.gang import Assignment
+from reflux_placement.policy.spares import SpareRule
+from reflux_placement.policy.view import DEFAULT_QUEUE, Queue
 from reflux_placement.topology import Node, Resources, build_topology
 from reflux_scheduler import jobs
 from reflux_scheduler.book import Book
+from reflux_scheduler.claims import Claims
 from reflux_scheduler.job import Job, JobSpec, RoleTemplate
 from reflux_scheduler.ledger import Ledger
 from reflux_scheduler.metrics import Metrics
+from reflux_scheduler.nodes import Nodes
+from reflux_scheduler.planner import Planner, Rules
 from reflux_scheduler.store import Store
 
 
@@ -89,3 +94,15 @@ def test_a_job_that_is_ended_for_good_keeps_its_room_until_it_has_stopped():
     assert ledger.room.free_NR[:, 0].tolist() == [0, 4]
     ledger.sync(replace(job, state="CANCELLED"))
     assert ledger.room.free_NR[:, 0].tolist() == [4, 4]
+
+
+async def test_a_job_that_was_sent_back_has_waited_only_since_then():
+    store, ledger = MemoryStore(), Ledger(build_topology("c", NODES))
+    book = a_book(store, ledger)
+    rules = Rules(queues={DEFAULT_QUEUE: Queue(name=DEFAULT_QUEUE)})
+    nodes, metrics = Nodes(ledger.topology, SpareRule()), Metrics(ledger.topology.levels)
+    planner = Planner(book, ledger, nodes, rules, Claims(store, ledger.topology), metrics)
+    await started(book, ledger, "v", 1, 0)
+    await book.create("w", lambda _: replace(book.get("v"), id="w", state="PENDING", placement=None, created_at=5.0))
+    await book.change("v", lambda job: jobs.requeue(job, "for w", 20000.0, preempted_by="jobs/w"))
+    assert {ask.job: ask.submitted_at for ask in planner.view(20001.0).pending} == {"jobs/v": 20000.0, "jobs/w": 5.0}

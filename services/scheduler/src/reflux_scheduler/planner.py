@@ -308,7 +308,7 @@ def _ask(job: Job, demand: GangDemand) -> Ask:
         job=job.name,
         number=job.number,
         gang=demand,
-        submitted_at=job.created_at,
+        submitted_at=job.queued_at or job.created_at,
         queue=spec.queue,
         priority=spec.priority,
         preemptible=not spec.protected,
