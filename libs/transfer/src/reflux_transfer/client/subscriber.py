@@ -41,7 +41,9 @@ class Update:
 
 
 @dataclass(frozen=True)
-class _Prepared:
+class Received:
+    """Verified bytes of an epoch; `fingerprint` as in `pull.fingerprint`."""
+
     epoch: int
     report: PullReport
     fingerprint: int
@@ -53,20 +55,37 @@ Apply = Callable[[Update], Awaitable[float]]
 When it returns nobody reads the other buffer any more: the next version is pulled into it.
 """
 
+Receive = Callable[[pb.WatchVersionsResponse, Callable[[], bool]], Awaitable[Received]]
+"""Has a PREPARE event's bytes pulled into memory of another process, an engine's worker, instead of the arenas.
+
+Ends soon with `ReadCancelled` after the given function turns true.
+"""
+
 
 class BrokerSubscriber:
     """One replica's side of the protocol. Run `run()` as a task for the replica's life; it reconnects by itself."""
 
-    def __init__(self, channel: Channel, *, replica: str, model_id: str, arenas: ReplicaArenas, apply: Apply) -> None:
+    def __init__(
+        self,
+        channel: Channel,
+        *,
+        replica: str,
+        model_id: str,
+        arenas: ReplicaArenas,
+        apply: Apply,
+        receive: Receive | None = None,
+    ) -> None:
+        """With `receive` the arenas only lend their layout; their buffers are never touched, so they take no memory."""
         self._stub = WeightBrokerServiceStub(channel)
         self._replica, self._model_id = replica, model_id
         self._incarnation = str(uuid.uuid4())
         self._arenas, self._apply = arenas, apply
+        self._receive = receive or self._into_shadow
         self._backends: dict[str, TransferBackend] = {}
         self._pull: asyncio.Task[None] | None = None
         self._cancelled = threading.Event()
         self._pulling = 0
-        self._prepared: _Prepared | None = None
+        self._prepared: Received | None = None
         self.version = 0
         self.epoch = 0
         """What the replica serves; 0 before the first commit."""
@@ -142,7 +161,7 @@ class BrokerSubscriber:
             self._prepared = None
             try:
                 with span("weights.pull", epoch=epoch, transport=event.transport):
-                    self._prepared = await asyncio.to_thread(self._pull_into_shadow, event, self._cancelled)
+                    self._prepared = await self._receive(event, self._cancelled.is_set)
             except ReadCancelled:
                 return
             except Exception as error:  # task boundary: whatever it is, the publisher is told
@@ -154,7 +173,10 @@ class BrokerSubscriber:
         outcome = pb.AckVersionRequest.OUTCOME_PREPARED
         await self._acknowledge(epoch, outcome, bytes=report.bytes, transfer_seconds=report.seconds)
 
-    def _pull_into_shadow(self, event: pb.WatchVersionsResponse, cancelled: threading.Event) -> _Prepared:
+    async def _into_shadow(self, event: pb.WatchVersionsResponse, cancelled: Callable[[], bool]) -> Received:
+        return await asyncio.to_thread(self._pull_into_shadow, event, cancelled)
+
+    def _pull_into_shadow(self, event: pb.WatchVersionsResponse, cancelled: Callable[[], bool]) -> Received:
         backend = self._backends.get(event.transport)
         if backend is None:
             backend = self._backends[event.transport] = open_backend(event.transport)
@@ -162,10 +184,10 @@ class BrokerSubscriber:
         remote = backend.open(event.region_handle)
         try:
             slices = to_slices(event.slices)
-            report = pull(backend, remote, local, slices, deadline_seconds=_PULL_SECONDS, cancelled=cancelled.is_set)
+            report = pull(backend, remote, local, slices, deadline_seconds=_PULL_SECONDS, cancelled=cancelled)
         finally:
             backend.release(remote)
-        return _Prepared(event.version.epoch, report, fingerprint(local.view, self._arenas.layout))
+        return Received(event.version.epoch, report, fingerprint(local.view, self._arenas.layout))
 
     async def _commit(self, epoch: int, version: int) -> None:
         pause_ms = 0.0
