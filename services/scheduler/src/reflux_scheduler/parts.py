@@ -1,0 +1,119 @@
+"""Owns the rooms of one job at the cluster: asks for its parts, gives up what is not given, gives back what is left."""
+
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+
+from reflux_scheduler import jobs
+from reflux_scheduler.backends.base import GrantRefused
+from reflux_scheduler.book import Book
+from reflux_scheduler.crew import Crew
+from reflux_scheduler.fleet import Fleet
+from reflux_scheduler.grants import Grants
+from reflux_scheduler.job import Job, Part
+
+
+class Parts:
+    """The grants of a job. Methods may raise BackendAway.
+
+    Args:
+        book, fleet, crew, grants: of the scheduler.
+        grant_seconds: room that the cluster does not give within this time is given up: the policy looks anew.
+        say: tells people what the job waits for.
+    """
+
+    def __init__(
+        self,
+        book: Book,
+        fleet: Fleet,
+        crew: Crew,
+        grants: Grants,
+        grant_seconds: float,
+        say: Callable[[str], Awaitable[None]],
+    ) -> None:
+        self._book = book
+        self._fleet = fleet
+        self._crew = crew
+        self._grants = grants
+        self._grant_seconds = grant_seconds
+        self._say = say
+
+    async def granted(self, job: Job, part: Part) -> bool:
+        """Whether a part is granted; asks for it, and says what the cluster says of it."""
+        if part.state == "granted":
+            return True
+        try:
+            await self._grants.request(job, part.number)
+        except GrantRefused as error:
+            cause = f"the cluster refuses its room: {error}"
+            await self._book.change(job.id, lambda job: jobs.end(job, "FAILED", cause, time.time()))
+            return False
+        status = self._grants.status(f"{job.id}-{part.number}")
+        if status is None:
+            return False
+        if status.state == "ended":
+            await self._requeue(job, f"grant {status.id} ended: {status.reason or 'no reason given'}")
+            return False
+        told = replace(part, native=status.native, reason=status.reason)
+        if status.state == "granted":
+            told = replace(told, state="granted", granted_at=time.time())
+        if told != part:
+            await self._book.change(job.id, lambda job: _with_part(job, told))
+        if status.state != "granted" and (status.native or status.reason):
+            name = status.native or f"grant {status.id}"
+            await self._say(f"waits for {name}" + (f": {status.reason}" if status.reason else ""))
+        return status.state == "granted"
+
+    async def not_given(self, job: Job, part: Part) -> bool:
+        """Gives room up that the cluster does not give, with the reason; always False."""
+        grant_id, seconds = f"{job.id}-{part.number}", self._grant_seconds
+        if self._grants.asked_seconds(grant_id) >= seconds:
+            status = self._grants.status(grant_id)
+            reason = status.reason if status is not None else ""
+            cause = f"the cluster did not give its room within {seconds:g} s: {reason or 'no reason given'}"
+            await self._requeue(job, cause)
+        return False
+
+    async def lost_one(self, job: Job) -> bool:
+        """Whether a part ended that has members in it; the job goes back to the queue then."""
+        for part in job.parts:
+            status = self._grants.status(f"{job.id}-{part.number}") if part.state == "granted" else None
+            # A part that nobody is in has lost all of its nodes, or was given back already.
+            if status is not None and status.state == "ended" and part.number in used_parts(job):
+                await self._requeue(job, f"grant {status.id} ended: {status.reason or 'no reason given'}")
+                return True
+        return False
+
+    async def drop_empty(self, job: Job) -> None:
+        """Gives back parts that no member is in."""
+        if job.placement is None or job.ending is not None or len(job.parts) < 2:
+            return
+        for part in job.parts:
+            if part.number not in used_parts(job):
+                await self.release(job, part)
+
+    async def release(self, job: Job, part: Part) -> None:
+        """Gives a part back; once the cluster took it nobody calls its agents any more."""
+        if not await self._grants.release(job, part.number):
+            return
+        await self._book.change(job.id, lambda job: jobs.released(job, part.number, time.time()))
+        for post in self._fleet.of_grant(f"{job.id}-{part.number}"):
+            self._fleet.forget(post)
+            await self._crew.forget(post)
+
+    async def _requeue(self, job: Job, cause: str) -> None:
+        await self._book.change(job.id, lambda job: jobs.requeue(job, cause, time.time()))
+
+
+def used_parts(job: Job) -> frozenset[int]:
+    """Parts with a member in them, one that is about to leave included."""
+    placed = () if job.placement is None else job.placement.seats()
+    return frozenset(seat.part for seat in (*placed, *job.retiring))
+
+
+def _with_part(job: Job, part: Part) -> Job:
+    parts = tuple(part if each.number == part.number else each for each in job.parts)
+    text = f"grant {job.id}-{part.number} is {part.state}" + (f" as {part.native}" if part.native else "")
+    before = next((each for each in job.parts if each.number == part.number), part)
+    changed = replace(job, parts=parts)
+    return jobs.note(changed, "grant", text, time.time()) if before.state != part.state else changed
