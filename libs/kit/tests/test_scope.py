@@ -18,6 +18,7 @@ from reflux.scheduler.v1 import agent_service_pb2 as agent_pb
 from reflux.scheduler.v1 import scheduler_service_pb2 as scheduler_pb
 from reflux.trainer.v1 import trainer_service_pb2 as trainer_pb
 from reflux.weight_broker.v1 import weight_broker_service_pb2 as broker_pb
+from reflux.weight_broker.v1 import weight_broker_service_pb2_grpc as broker_grpc
 from reflux_kit import auth, scope
 from reflux_kit.channel import open_channel
 from reflux_kit.errors import PermissionDenied, Unauthenticated, reason_of
@@ -37,6 +38,7 @@ ALLOWED = [
     (GATEWAY + "DeregisterReplica", gateway_pb.DeregisterReplicaRequest(name="replicas/x")),
     (GATEWAY + "PauseFleet", gateway_pb.PauseFleetRequest(model_id="mine")),
     (BROKER + "RegisterReplica", broker_pb.RegisterReplicaRequest(replica="r", model_id="mine")),
+    (BROKER + "BeginVersion", broker_pb.BeginVersionRequest(model_id="mine/adapters/a")),
     (CHECKPOINT + "GetCheckpoint", checkpoint_pb.GetCheckpointRequest(name="checkpoints/mine/7")),
 ]
 REFUSED = [
@@ -50,6 +52,8 @@ REFUSED = [
     (GATEWAY + "Heartbeat", gateway_pb.HeartbeatRequest(replica=Replica(model_id="mine", run="other"))),
     (GATEWAY + "PauseFleet", gateway_pb.PauseFleetRequest()),
     (BROKER + "BeginVersion", broker_pb.BeginVersionRequest(model_id="other")),
+    (BROKER + "BeginVersion", broker_pb.BeginVersionRequest(model_id="mine2/adapters/a")),
+    (TRAINER + "RegisterLearner", trainer_pb.RegisterLearnerRequest(run="mine/adapters/a")),
     (CHECKPOINT + "AbortCheckpoint", checkpoint_pb.AbortCheckpointRequest(name="checkpoints/other/7")),
     (CHECKPOINT + "ListCheckpoints", checkpoint_pb.ListCheckpointsRequest(run="mine2")),
 ]
@@ -97,3 +101,29 @@ async def test_the_server_enforces_the_scope_of_tokens_and_lets_the_stack_throug
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await CheckpointServiceStub(narrow).GetLatestCheckpoint(other)
     assert (caught.value.code(), reason_of(caught.value)) == (grpc.StatusCode.PERMISSION_DENIED, "PERMISSION_DENIED")
+
+
+class Layouts(broker_grpc.WeightBrokerServiceServicer):
+    async def PutLayout(self, request_iterator, context):
+        return broker_pb.PutLayoutResponse(hash=b"".join([part.chunk async for part in request_iterator]).decode())
+
+
+async def test_uploads_carry_a_token_and_are_decoded_like_every_other_call():
+    name = broker_pb.DESCRIPTOR.services_by_name["WeightBrokerService"].full_name
+    service = Service((Mount(Layouts(), broker_grpc.add_WeightBrokerServiceServicer_to_server, name),))
+    settings = ServiceSettings(stack_secret=SECRET, drain_seconds=0)
+    parts = [broker_pb.PutLayoutRequest(chunk=chunk) for chunk in (b"ab", b"c")]
+    async with (
+        running(service, settings) as bound,
+        open_channel(bound.grpc, settings) as known,
+        open_channel(bound.grpc, ServiceSettings()) as stranger,
+    ):
+        answer = await broker_grpc.WeightBrokerServiceStub(known).PutLayout(iter(parts))
+        assert answer.hash == "abc"
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await broker_grpc.WeightBrokerServiceStub(stranger).PutLayout(iter(parts))
+        raw = known.stream_unary(BROKER + "PutLayout", request_serializer=bytes)
+        with pytest.raises(grpc.aio.AioRpcError) as garbled:
+            await raw(iter([b"\xff\xff"]))
+    assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+    assert garbled.value.code() is grpc.StatusCode.INVALID_ARGUMENT

@@ -34,6 +34,8 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             return handler._replace(unary_unary=guard.unary(handler.unary_unary))
         if handler.unary_stream:
             return handler._replace(unary_stream=guard.stream(handler.unary_stream))
+        if handler.stream_unary:
+            return handler._replace(stream_unary=guard.upload(handler.stream_unary))
         return handler
 
 
@@ -76,15 +78,37 @@ class _Guard:
 
         return call
 
+    def upload(self, inner: Callable[..., Any]) -> Callable[..., Any]:
+        async def call(requests: AsyncIterator[Any], context: Any) -> Any:
+            try:
+                run = self._admit(context)
+                return await inner(self._checked(requests, run), context)
+            except Exception as error:  # task boundary: everything leaves as a status
+                await self._abort(context, error)
+
+        return call
+
     def _enter(self, request: Any, context: Any) -> None:
+        self._check(request, self._admit(context))
+
+    def _admit(self, context: Any) -> str:
+        """The run that the caller's token is limited to, empty for the stack's own."""
         metadata = dict(context.invocation_metadata() or ())
         run = auth.from_header(self._secret, metadata.get("authorization")).run if self._secret else ""
+        deadline.enter(context.time_remaining())
+        telemetry.attach(metadata)
+        return run
+
+    def _check(self, request: Any, run: str) -> None:
         if request is _UNDECODABLE:
             raise InvalidRequest(f"the request of {self._method} cannot be decoded")
         if run:
             scope.check(self._method, request, run)
-        deadline.enter(context.time_remaining())
-        telemetry.attach(metadata)
+
+    async def _checked(self, requests: AsyncIterator[Any], run: str) -> AsyncIterator[Any]:
+        async for request in requests:
+            self._check(request, run)
+            yield request
 
     async def _abort(self, context: Any, error: Exception) -> None:
         if isinstance(error, grpc.aio.AbortError):

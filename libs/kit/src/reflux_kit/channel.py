@@ -39,7 +39,11 @@ def open_channel(
         ("grpc.max_receive_message_length", max_message_mib << 20),
     ]
     # grpc.aio sorts interceptors by kind, so one object can serve one kind only.
-    interceptors = [_Unary(default_deadline_seconds, token), _Stream(token)]
+    interceptors = [
+        _Unary(default_deadline_seconds, token),
+        _Stream(token),
+        _Upload(default_deadline_seconds, token),
+    ]
     return grpc.aio.insecure_channel(target, options, interceptors=interceptors)
 
 
@@ -112,3 +116,16 @@ class _Stream(grpc.aio.UnaryStreamClientInterceptor):
         asked = client_call_details.timeout
         timeout = None if asked is None else deadline.budget(asked)
         return await continuation(_with_metadata(client_call_details, self._token, timeout), request)
+
+
+class _Upload(grpc.aio.StreamUnaryClientInterceptor):
+    """The same as `_Unary` for calls that send several messages and get one answer."""
+
+    def __init__(self, default_seconds: float, token: _Token) -> None:
+        self._default = default_seconds
+        self._token = token
+
+    async def intercept_stream_unary(self, continuation: Any, client_call_details: Any, request_iterator: Any) -> Any:
+        asked = self._default if client_call_details.timeout is None else client_call_details.timeout
+        details = _with_metadata(client_call_details, self._token, deadline.budget(asked))
+        return await continuation(details, request_iterator)

@@ -2,8 +2,8 @@
 
 A run's processes hold such a token, and an operator may hand one out for one run's model. Requests say whom they
 concern in a few fields of the same names everywhere; those that are filled must name the token's run (a run's model is
-called like the run). Resources that are named without their run (replicas, verifications, request ids) are protected
-by unguessable names only, and lists without a filter show all runs.
+called like the run, its adapters `<run>/adapters/<name>`). Resources that are named without their run (replicas,
+verifications, request ids) are protected by unguessable names only, and lists without a filter show all runs.
 """
 
 from google.protobuf.message import Message
@@ -41,7 +41,7 @@ def check(method: str, request: Message, run: str) -> None:
 
 def check_run(named: str, run: str, field: str) -> None:
     """Raises `PermissionDenied` when `field` names another run than the token's; HTTP doors call it themselves."""
-    if named != run:
+    if named != run and not (field.endswith("model_id") and named.startswith(f"{run}/adapters/")):
         raise PermissionDenied(f"{field} is {named[:100]!r}, but the token is for the run {run!r} only", run=run)
 
 
