@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from reflux.scheduler.v1 import job_pb2 as reflux_dot_scheduler_dot_v1_dot_job__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\'reflux/scheduler/v1/agent_service.proto\x12\x13reflux.scheduler.v1\x1a\x1dreflux/scheduler/v1/job.proto\"\xc8\x01\n\x10StartRoleRequest\x12\x0f\n\x07role_id\x18\x01 \x01(\t\x12+\n\x04spec\x18\x02 \x01(\x0b\x32\x1d.reflux.scheduler.v1.RoleSpec\x12\x0b\n\x03job\x18\x03 \x01(\t\x12\x0c\n\x04rank\x18\x04 \x01(\r\x12\x13\n\x0bgpu_indices\x18\x05 \x03(\r\x12\x18\n\x10node_gpu_indices\x18\x06 \x03(\r\x12\r\n\x05rails\x18\x07 \x03(\t\x12\x0c\n\x04term\x18\x08 \x01(\x04\x12\x0f\n\x07\x61ttempt\x18\t \x01(\r\"B\n\x11StartRoleResponse\x12-\n\x04role\x18\x01 \x01(\x0b\x32\x1f.reflux.scheduler.v1.RoleStatus\"G\n\x0fStopRoleRequest\x12\x0f\n\x07role_id\x18\x01 \x01(\t\x12\x15\n\rgrace_seconds\x18\x02 \x01(\x01\x12\x0c\n\x04term\x18\x03 \x01(\x04\"A\n\x10StopRoleResponse\x12-\n\x04role\x18\x01 \x01(\x0b\x32\x1f.reflux.scheduler.v1.RoleStatus\"\x12\n\x10ListRolesRequest\"C\n\x11ListRolesResponse\x12.\n\x05roles\x18\x01 \x03(\x0b\x32\x1f.reflux.scheduler.v1.RoleStatus2\x9f\x02\n\x0c\x41gentService\x12Z\n\tStartRole\x12%.reflux.scheduler.v1.StartRoleRequest\x1a&.reflux.scheduler.v1.StartRoleResponse\x12W\n\x08StopRole\x12$.reflux.scheduler.v1.StopRoleRequest\x1a%.reflux.scheduler.v1.StopRoleResponse\x12Z\n\tListRoles\x12%.reflux.scheduler.v1.ListRolesRequest\x1a&.reflux.scheduler.v1.ListRolesResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\'reflux/scheduler/v1/agent_service.proto\x12\x13reflux.scheduler.v1\x1a\x1dreflux/scheduler/v1/job.proto\"\xc8\x01\n\x10StartRoleRequest\x12\x0f\n\x07role_id\x18\x01 \x01(\t\x12+\n\x04spec\x18\x02 \x01(\x0b\x32\x1d.reflux.scheduler.v1.RoleSpec\x12\x0b\n\x03job\x18\x03 \x01(\t\x12\x0c\n\x04rank\x18\x04 \x01(\r\x12\x13\n\x0bgpu_indices\x18\x05 \x03(\r\x12\x18\n\x10node_gpu_indices\x18\x06 \x03(\r\x12\r\n\x05rails\x18\x07 \x03(\t\x12\x0c\n\x04term\x18\x08 \x01(\x04\x12\x0f\n\x07\x61ttempt\x18\t \x01(\r\"B\n\x11StartRoleResponse\x12-\n\x04role\x18\x01 \x01(\x0b\x32\x1f.reflux.scheduler.v1.RoleStatus\"X\n\x0fStopRoleRequest\x12\x0f\n\x07role_id\x18\x01 \x01(\t\x12\x15\n\rgrace_seconds\x18\x02 \x01(\x01\x12\x0c\n\x04term\x18\x03 \x01(\x04\x12\x0f\n\x07no_wait\x18\x04 \x01(\x08\"A\n\x10StopRoleResponse\x12-\n\x04role\x18\x01 \x01(\x0b\x32\x1f.reflux.scheduler.v1.RoleStatus\"\x12\n\x10ListRolesRequest\"C\n\x11ListRolesResponse\x12.\n\x05roles\x18\x01 \x03(\x0b\x32\x1f.reflux.scheduler.v1.RoleStatus2\x9f\x02\n\x0c\x41gentService\x12Z\n\tStartRole\x12%.reflux.scheduler.v1.StartRoleRequest\x1a&.reflux.scheduler.v1.StartRoleResponse\x12W\n\x08StopRole\x12$.reflux.scheduler.v1.StopRoleRequest\x1a%.reflux.scheduler.v1.StopRoleResponse\x12Z\n\tListRoles\x12%.reflux.scheduler.v1.ListRolesRequest\x1a&.reflux.scheduler.v1.ListRolesResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,13 +37,13 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_STARTROLERESPONSE']._serialized_start=298
   _globals['_STARTROLERESPONSE']._serialized_end=364
   _globals['_STOPROLEREQUEST']._serialized_start=366
-  _globals['_STOPROLEREQUEST']._serialized_end=437
-  _globals['_STOPROLERESPONSE']._serialized_start=439
-  _globals['_STOPROLERESPONSE']._serialized_end=504
-  _globals['_LISTROLESREQUEST']._serialized_start=506
-  _globals['_LISTROLESREQUEST']._serialized_end=524
-  _globals['_LISTROLESRESPONSE']._serialized_start=526
-  _globals['_LISTROLESRESPONSE']._serialized_end=593
-  _globals['_AGENTSERVICE']._serialized_start=596
-  _globals['_AGENTSERVICE']._serialized_end=883
+  _globals['_STOPROLEREQUEST']._serialized_end=454
+  _globals['_STOPROLERESPONSE']._serialized_start=456
+  _globals['_STOPROLERESPONSE']._serialized_end=521
+  _globals['_LISTROLESREQUEST']._serialized_start=523
+  _globals['_LISTROLESREQUEST']._serialized_end=541
+  _globals['_LISTROLESRESPONSE']._serialized_start=543
+  _globals['_LISTROLESRESPONSE']._serialized_end=610
+  _globals['_AGENTSERVICE']._serialized_start=613
+  _globals['_AGENTSERVICE']._serialized_end=900
 # @@protoc_insertion_point(module_scope)

@@ -116,22 +116,26 @@ class StopRoleRequest(_message.Message):
     ROLE_ID_FIELD_NUMBER: _builtins.int
     GRACE_SECONDS_FIELD_NUMBER: _builtins.int
     TERM_FIELD_NUMBER: _builtins.int
+    NO_WAIT_FIELD_NUMBER: _builtins.int
     role_id: _builtins.str
     """"{job}/{role}/{rank}" """
     grace_seconds: _builtins.float
     """Seconds between SIGTERM and SIGKILL; 0 means 10."""
     term: _builtins.int
     """Term of the scheduler that calls; an agent refuses a lower one than it has seen."""
+    no_wait: _builtins.bool
+    """Answer once the member was told to stop, before it is gone: a later call waits for its end."""
     def __init__(
         self,
         *,
         role_id: _builtins.str = ...,
         grace_seconds: _builtins.float = ...,
         term: _builtins.int = ...,
+        no_wait: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["grace_seconds", b"grace_seconds", "role_id", b"role_id", "term", b"term"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["grace_seconds", b"grace_seconds", "no_wait", b"no_wait", "role_id", b"role_id", "term", b"term"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -146,7 +150,7 @@ class StopRoleResponse(_message.Message):
     ROLE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def role(self) -> _job_pb2.RoleStatus:
-        """Status after the stop."""
+        """Status after the stop; with `no_wait`, as it is now."""
 
     def __init__(
         self,

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n+reflux/weight_broker/v1/weight_layout.proto\x12\x17reflux.weight_broker.v1\"\xb9\x01\n\x0cWeightLayout\x12/\n\x04\x61xes\x18\x01 \x03(\x0b\x32!.reflux.weight_broker.v1.MeshAxis\x12\x34\n\x07tensors\x18\x02 \x03(\x0b\x32#.reflux.weight_broker.v1.TensorSpec\x12\x32\n\x06places\x18\x03 \x03(\x0b\x32\".reflux.weight_broker.v1.RankPlace\x12\x0e\n\x06\x65ngine\x18\x04 \x01(\t\"&\n\x08MeshAxis\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04size\x18\x02 \x01(\r\"\xd2\x01\n\nTensorSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05shape\x18\x02 \x03(\x04\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\x30\n\x04\x63uts\x18\x04 \x03(\x0b\x32\".reflux.weight_broker.v1.TensorCut\x12\x33\n\x06pinned\x18\x05 \x03(\x0b\x32#.reflux.weight_broker.v1.PinnedAxis\x12\r\n\x05layer\x18\x06 \x01(\x05\x12\r\n\x05\x66used\x18\x07 \x01(\t\x12\x13\n\x0b\x66used_order\x18\x08 \x01(\r\"B\n\tTensorCut\x12\x0b\n\x03\x64im\x18\x01 \x01(\r\x12\x0c\n\x04\x61xis\x18\x02 \x01(\t\x12\x0c\n\x04\x65ven\x18\x03 \x01(\x08\x12\x0c\n\x04unit\x18\x04 \x01(\x04\".\n\nPinnedAxis\x12\x0c\n\x04\x61xis\x18\x01 \x01(\t\x12\x12\n\ncoordinate\x18\x02 \x01(\r\"^\n\tRankPlace\x12\x0c\n\x04host\x18\x01 \x01(\t\x12\x0e\n\x06\x64omain\x18\x02 \x01(\t\x12\x0c\n\x04rack\x18\x03 \x01(\t\x12\x0b\n\x03nic\x18\x04 \x01(\t\x12\x18\n\x10\x62ytes_per_second\x18\x05 \x01(\x01\"R\n\x0bRegionOffer\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x0e\n\x06handle\x18\x02 \x01(\x0c\x12\x11\n\ttransport\x18\x03 \x01(\t\x12\x12\n\ngeneration\x18\x04 \x01(\x04\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n+reflux/weight_broker/v1/weight_layout.proto\x12\x17reflux.weight_broker.v1\"\xb9\x01\n\x0cWeightLayout\x12/\n\x04\x61xes\x18\x01 \x03(\x0b\x32!.reflux.weight_broker.v1.MeshAxis\x12\x34\n\x07tensors\x18\x02 \x03(\x0b\x32#.reflux.weight_broker.v1.TensorSpec\x12\x32\n\x06places\x18\x03 \x03(\x0b\x32\".reflux.weight_broker.v1.RankPlace\x12\x0e\n\x06\x65ngine\x18\x04 \x01(\t\"&\n\x08MeshAxis\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04size\x18\x02 \x01(\r\"\xe6\x01\n\nTensorSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05shape\x18\x02 \x03(\x04\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\x30\n\x04\x63uts\x18\x04 \x03(\x0b\x32\".reflux.weight_broker.v1.TensorCut\x12\x33\n\x06pinned\x18\x05 \x03(\x0b\x32#.reflux.weight_broker.v1.PinnedAxis\x12\r\n\x05layer\x18\x06 \x01(\x05\x12\r\n\x05\x66used\x18\x07 \x01(\t\x12\x13\n\x0b\x66used_order\x18\x08 \x01(\r\x12\x12\n\nfused_rows\x18\t \x01(\x04\"B\n\tTensorCut\x12\x0b\n\x03\x64im\x18\x01 \x01(\r\x12\x0c\n\x04\x61xis\x18\x02 \x01(\t\x12\x0c\n\x04\x65ven\x18\x03 \x01(\x08\x12\x0c\n\x04unit\x18\x04 \x01(\x04\".\n\nPinnedAxis\x12\x0c\n\x04\x61xis\x18\x01 \x01(\t\x12\x12\n\ncoordinate\x18\x02 \x01(\r\"^\n\tRankPlace\x12\x0c\n\x04host\x18\x01 \x01(\t\x12\x0e\n\x06\x64omain\x18\x02 \x01(\t\x12\x0c\n\x04rack\x18\x03 \x01(\t\x12\x0b\n\x03nic\x18\x04 \x01(\t\x12\x18\n\x10\x62ytes_per_second\x18\x05 \x01(\x01\"R\n\x0bRegionOffer\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x0e\n\x06handle\x18\x02 \x01(\x0c\x12\x11\n\ttransport\x18\x03 \x01(\t\x12\x12\n\ngeneration\x18\x04 \x01(\x04\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,13 +36,13 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_MESHAXIS']._serialized_start=260
   _globals['_MESHAXIS']._serialized_end=298
   _globals['_TENSORSPEC']._serialized_start=301
-  _globals['_TENSORSPEC']._serialized_end=511
-  _globals['_TENSORCUT']._serialized_start=513
-  _globals['_TENSORCUT']._serialized_end=579
-  _globals['_PINNEDAXIS']._serialized_start=581
-  _globals['_PINNEDAXIS']._serialized_end=627
-  _globals['_RANKPLACE']._serialized_start=629
-  _globals['_RANKPLACE']._serialized_end=723
-  _globals['_REGIONOFFER']._serialized_start=725
-  _globals['_REGIONOFFER']._serialized_end=807
+  _globals['_TENSORSPEC']._serialized_end=531
+  _globals['_TENSORCUT']._serialized_start=533
+  _globals['_TENSORCUT']._serialized_end=599
+  _globals['_PINNEDAXIS']._serialized_start=601
+  _globals['_PINNEDAXIS']._serialized_end=647
+  _globals['_RANKPLACE']._serialized_start=649
+  _globals['_RANKPLACE']._serialized_end=743
+  _globals['_REGIONOFFER']._serialized_start=745
+  _globals['_REGIONOFFER']._serialized_end=827
 # @@protoc_insertion_point(module_scope)

@@ -98,6 +98,7 @@ class TensorSpec(_message.Message):
     LAYER_FIELD_NUMBER: _builtins.int
     FUSED_FIELD_NUMBER: _builtins.int
     FUSED_ORDER_FIELD_NUMBER: _builtins.int
+    FUSED_ROWS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Hugging Face name."""
     dtype: _builtins.str
@@ -108,6 +109,8 @@ class TensorSpec(_message.Message):
     """Local tensor of the engine that holds it together with its neighbours; empty when it stands alone."""
     fused_order: _builtins.int
     """Position in the fused tensor."""
+    fused_rows: _builtins.int
+    """Rows of this tensor in each block of the fused tensor when its members are interleaved; 0 when they are not."""
     @_builtins.property
     def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Global shape."""
@@ -131,10 +134,11 @@ class TensorSpec(_message.Message):
         layer: _builtins.int = ...,
         fused: _builtins.str = ...,
         fused_order: _builtins.int = ...,
+        fused_rows: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cuts", b"cuts", "dtype", b"dtype", "fused", b"fused", "fused_order", b"fused_order", "layer", b"layer", "name", b"name", "pinned", b"pinned", "shape", b"shape"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cuts", b"cuts", "dtype", b"dtype", "fused", b"fused", "fused_order", b"fused_order", "fused_rows", b"fused_rows", "layer", b"layer", "name", b"name", "pinned", b"pinned", "shape", b"shape"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -153,7 +157,7 @@ class TensorCut(_message.Message):
     dim: _builtins.int
     """Dimension."""
     axis: _builtins.str
-    """Axis of the mesh."""
+    """Axis of the mesh, or several joined by '+'."""
     even: _builtins.bool
     """Pieces differ by at most one unit; otherwise all but the last have ceil(n / ranks) units."""
     unit: _builtins.int
