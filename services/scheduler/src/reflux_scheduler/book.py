@@ -17,6 +17,7 @@ from reflux_scheduler.jobs import Transition
 from reflux_scheduler.ledger import Ledger, planned_placement
 from reflux_scheduler.metrics import Metrics
 from reflux_scheduler.store import Store
+from reflux_scheduler.units import Units
 
 log = logging.getLogger(__name__)
 
@@ -24,7 +25,8 @@ KEPT_FINAL_JOBS = 500
 
 
 class Book:
-    """Methods may raise RedisError or NotLeading: then nothing has changed."""
+    """Methods may raise RedisError or NotLeading: then nothing has changed here, and `settle` sees to it that nothing
+    has changed in the store either. A caller that is cancelled tears nothing: the change is made all the same."""
 
     def __init__(self, store: Store, ledger: Ledger, metrics: Metrics, changed: Callable[[Job, Job], None]) -> None:
         self._store = store
@@ -37,6 +39,10 @@ class Book:
         self._writing = asyncio.Lock()
         self._pulses: dict[str, asyncio.Event] = {}
         self._numbers = 0
+        self._unsettled: set[str] = set()
+        """Jobs that Redis may have in another state than this book: the outcome of a write was not heard."""
+
+        self.units = Units()
         self.homeless: dict[str, str] = {}
         """Jobs whose places are not there any more, and why."""
 
@@ -46,8 +52,8 @@ class Book:
         for job_id in unreadable:
             log.error("jobs/%s was written by another version and cannot be read; its members are stopped", job_id)
         for job in stored:
-            self._jobs[job.id] = job
-            self._numbers = max(self._numbers, job.number)
+            await asyncio.sleep(0)  # The lease has to be renewed meanwhile.
+            self._adopt(job)
             try:
                 self._ledger.sync(job)
             except (LookupError, Occupied) as error:
@@ -78,15 +84,23 @@ class Book:
 
     async def create(self, request_id: str, make: Callable[[int], Job]) -> Job:
         """Stores a new job under the next number; a request id that was seen gets its job again."""
+        return await self.units.run(self._create(request_id, make))
+
+    async def _create(self, request_id: str, make: Callable[[int], Job]) -> Job:
         async with self._writing:
             job = make(self._numbers + 1)
+            number, self._numbers = self._numbers, job.number  # Taken, whatever becomes of the write.
+            self._unsettled.add(job.id)
             known = await self._store.create(job, request_id)
-            if known != job.id:
-                # A job that was forgotten since is not made again: the request has had its effect.
-                return self.get(known)
-            self._numbers = job.number
-            self._jobs[job.id] = job
-        return job
+            self._unsettled.discard(job.id)
+            if known == job.id:
+                self._adopt(job)
+            else:
+                self._numbers = number
+                if known not in self._jobs:
+                    await self._find(known)
+            # A job that was forgotten since is not made again: the request has had its effect.
+            return self.get(known)
 
     async def change(self, job_id: str, transition: Transition) -> Job:
         """Applies a transition of `jobs` and stores the result. Raises UnknownJob."""
@@ -94,34 +108,67 @@ class Book:
 
     async def change_all(self, transitions: Mapping[str, Transition]) -> dict[str, Job]:
         """Applies transitions to several jobs; they are stored together or not at all. Raises UnknownJob."""
+        return await self.units.run(self._change_all(transitions))
+
+    async def _change_all(self, transitions: Mapping[str, Transition]) -> dict[str, Job]:
         async with self._writing:
             before = {job_id: self.get(job_id) for job_id in transitions}
             after = {job_id: transitions[job_id](job) for job_id, job in before.items()}
             changed = {
                 job_id: job for job_id, job in after.items() if job is not before[job_id] and job != before[job_id]
             }
-            lasting = [(before[job_id], job) for job_id, job in changed.items() if _lasts(before[job_id], job)]
-            if lasting:
-                await self._store.save(lasting)
+            await self._save({job_id: job for job_id, job in changed.items() if _lasts(before[job_id], job)})
             self._jobs.update(changed)
             for job_id, job in changed.items():
                 self._follow(before[job_id], job)
         for job_id, job in changed.items():
             self._tell(before[job_id], job)
-        return {job_id: self._jobs[job_id] for job_id in transitions}
+        return {job_id: changed.get(job_id, job) for job_id, job in before.items()}
+
+    async def settle(self) -> None:
+        """After writes whose outcome nobody heard: makes the store hold what this book holds, and takes over new jobs
+        that it holds."""
+        if self._unsettled:
+            await self.units.run(self._settle())
+
+    async def _settle(self) -> None:
+        async with self._writing:
+            await self._save({job_id: self._jobs[job_id] for job_id in self._unsettled if job_id in self._jobs})
+            for job_id in list(self._unsettled):
+                await self._find(job_id)
+                self._unsettled.discard(job_id)
+
+    async def _save(self, after: Mapping[str, Job]) -> None:
+        """Stores jobs, all or none. What Redis has of an unsettled one is not known: that is written in full."""
+        if not after:
+            return
+        pairs = [(None if job_id in self._unsettled else self._jobs[job_id], job) for job_id, job in after.items()]
+        self._unsettled |= after.keys()
+        await self._store.save(pairs)
+        self._unsettled -= after.keys()
+
+    async def _find(self, job_id: str) -> None:
+        """Takes over a job that only the store knows, if it does."""
+        job = await self._store.find(job_id)
+        if job is not None:
+            self._adopt(job)
+            log.info("took over %s, whose creation nobody has heard of", job.name)
+
+    def _adopt(self, job: Job) -> None:
+        self._jobs[job.id] = job
+        self._numbers = max(self._numbers, job.number)
 
     async def watch(self, job_id: str, after: int) -> AsyncIterator[Job]:
         """The job whenever it is newer than sequence `after`, until it is final. Raises UnknownJob."""
         while True:
             job = self.get(job_id)
-            pulse = self._pulses.setdefault(job_id, asyncio.Event())
             if job.sequence > after or job.final:
                 yield job
                 after = job.sequence
                 if job.final:
                     return
             if self._jobs.get(job_id) is job:
-                await pulse.wait()
+                await self._pulses.setdefault(job_id, asyncio.Event()).wait()
 
     async def forget_old(self) -> None:
         """Drops the oldest finished jobs beyond a number."""
@@ -132,8 +179,9 @@ class Book:
                 await self._store.forget(job.id)
                 del self._jobs[job.id]
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Wakes every watcher, because this scheduler does not lead any more."""
+        await self.units.close()
         self._jobs.clear()
         for pulse in self._pulses.values():
             pulse.set()

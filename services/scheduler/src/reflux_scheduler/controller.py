@@ -10,16 +10,14 @@ from dataclasses import replace
 
 from redis.exceptions import RedisError
 
-from reflux_placement.gang import GangDemand
-from reflux_placement.place.misfit import Misfit
-from reflux_placement.place.search import fits_ever
 from reflux_placement.policy.view import Queue
 from reflux_placement.topology import Topology
 from reflux_scheduler import jobs
 from reflux_scheduler.book import Book
 from reflux_scheduler.claims import Claims
 from reflux_scheduler.crew import Crew
-from reflux_scheduler.driver import JobDriver, Tools
+from reflux_scheduler.driver import Tools
+from reflux_scheduler.drivers import Drivers
 from reflux_scheduler.errors import NotLeading
 from reflux_scheduler.fleet import Fleet, Post
 from reflux_scheduler.grants import Grants
@@ -28,6 +26,7 @@ from reflux_scheduler.ledger import Ledger
 from reflux_scheduler.metrics import Metrics
 from reflux_scheduler.nodes import Nodes
 from reflux_scheduler.planner import Planner, Rules
+from reflux_scheduler.shapes import Shapes
 from reflux_scheduler.store import Store
 from reflux_scheduler.watch import Watch
 
@@ -35,7 +34,6 @@ log = logging.getLogger(__name__)
 
 _TICK_SECONDS = 1.0
 _OBSERVE_SECONDS = 2.0
-_KNOWN_SHAPES = 1024
 _MANY_NODES = 500
 """Of more nodes than this not every agent that comes makes a look at all of them; the next tick does."""
 
@@ -76,27 +74,25 @@ class Controller:
         self._claims = Claims(store, ledger.topology)
         self.planner = Planner(self.book, ledger, nodes, rules, self._claims, metrics)
         self.watch = Watch(self.book, nodes, fleet, grants)
-        self._tools = Tools(
-            self.book, ledger, fleet, crew, grants, start_seconds, rules.grant_seconds, self.watch.blame
+        self.shapes = Shapes(ledger.topology)
+        self._drivers = Drivers(
+            Tools(self.book, ledger, fleet, crew, grants, start_seconds, rules.grant_seconds, self.watch.blame),
+            self.wake_policy,
         )
-        self._drivers: dict[str, JobDriver] = {}
-        self._undriven: set[str] = set()
-        """Jobs that may need a driver: those that changed, or whose driver has ended."""
-
-        self._shapes: dict[GangDemand, Misfit | None] = {}
 
     async def load(self) -> None:
-        """Reads what the last scheduler knew; writes nothing."""
+        """Reads what the last scheduler knew; writes nothing. The lease is renewed meanwhile."""
         self.nodes.restore(await self._store.drains(), await self._store.health())
         await self.book.load()
         await self._claims.load()
-        self._undriven |= self.book.jobs.keys()
-        for job in self.book.jobs.values():
+        self._drivers.add(self.book.jobs)
+        for job in list(self.book.jobs.values()):
+            await asyncio.sleep(0)
             self.planner.changed(job.id)
             if any(status.state == "lost" for status in job.members.values()):
                 self.planner.broken.add(job.id)
             if job.state == "PENDING":
-                misfit = fits_ever(self.topology, job.spec.demand())
+                misfit = await self.shapes.misfit(job.spec.demand())
                 if misfit is not None:
                     self.book.homeless[job.id] = f"the topology has changed: {misfit.sentence}"
 
@@ -119,9 +115,8 @@ class Controller:
             if polling is not None:
                 polling.cancel()
                 await asyncio.gather(polling, return_exceptions=True)
-            for driver in list(self._drivers.values()):
-                await driver.close()
-            self.book.close()
+            await self._drivers.close()
+            await self.book.close()
 
     async def create(self, spec: JobSpec, request_id: str) -> Job:
         """Accepts a job; one that can never fit is FAILED at once. A request id that was seen gets its job again.
@@ -130,7 +125,7 @@ class Controller:
         """
         demand = spec.demand()
         demand.check_levels(self.topology)
-        misfit = await self._misfit_ever(demand)
+        misfit = await self.shapes.misfit(demand)
 
         def make(number: int) -> Job:
             now = time.time()
@@ -157,6 +152,9 @@ class Controller:
 
     async def drain(self, node: str, why: str | None) -> None:
         """Drains a node, or opens it again (None)."""
+        await self.book.units.run(self._drain(node, why))
+
+    async def _drain(self, node: str, why: str | None) -> None:
         await self._store.set_drain(node, why)
         if why is None:
             self.nodes.drains.pop(node, None)
@@ -164,20 +162,6 @@ class Controller:
             self.nodes.drains[node] = why
         self.watch.look()
         self.wake_policy()
-
-    async def _misfit_ever(self, demand: GangDemand) -> Misfit | None:
-        """Why a gang fits nowhere. Most jobs are of shapes that were seen before, and the topology stays the same."""
-        if demand not in self._shapes:
-            if len(self._shapes) >= _KNOWN_SHAPES:
-                self._shapes.clear()
-            self._shapes[demand] = await asyncio.to_thread(fits_ever, self.topology, demand)
-        return self._shapes[demand]
-
-    def never_fits(self, job: Job) -> Misfit | None:
-        """What a job lacks that was failed because it fits nowhere."""
-        if job.state != "FAILED" or job.attempt:
-            return None
-        return fits_ever(self.topology, job.spec.demand())
 
     @property
     def queues(self) -> Mapping[str, Queue]:
@@ -194,32 +178,22 @@ class Controller:
         self._wake.set()
 
     def _job_changed(self, before: Job, after: Job) -> None:
-        """A job changed: its driver looks at it, and the policy when room was given back or asked for."""
+        """A job changed: its driver looks at it, others where it has left room of theirs, and the policy when room was
+        given back or asked for."""
         self.planner.changed(after.id)
-        driver = self._drivers.get(after.id)
-        if driver is None:
-            self._undriven.add(after.id)
-        elif after.sequence != before.sequence:
-            driver.nudge()
+        self._drivers.changed(before, after)
         back = after.state != before.state and (after.final or after.state == "PENDING")
         if back or after.saved_at != before.saved_at:
             self.wake_policy()
 
     def heard_grants(self, grant_ids: frozenset[str]) -> None:
         """The cluster said something new of these grants, or of its nodes."""
-        for grant_id in grant_ids:
-            driver = self._drivers.get(grant_id.rpartition("-")[0])
-            if driver is not None:
-                driver.nudge()
+        self._drivers.nudge(grant_id.rpartition("-")[0] for grant_id in grant_ids)
         self.wake()
 
     def registered(self, post: Post) -> list[str]:
         """After an agent came: its members that nobody wants."""
-        waiting = [post[1].rpartition("-")[0]] if post[1] else list(self._drivers)
-        for job_id in waiting:
-            driver = self._drivers.get(job_id)
-            if driver is not None:
-                driver.nudge()
+        self._drivers.nudge([post[1].rpartition("-")[0]] if post[1] else None)
         return self.heard(post)
 
     def heard(self, post: Post) -> list[str]:
@@ -278,25 +252,14 @@ class Controller:
             if self._due:
                 self._wake.set()
             await asyncio.sleep(0)  # Who watches a job hears that it has its room before the cluster is asked for it.
-            self._drive()
+            self._drivers.drive()
         if ticked:
             self._ticked_at = now
         if now - self._observed_at >= _OBSERVE_SECONDS:
             self._observed_at = now
+            await self.book.settle()
             await self.book.forget_old()
             self._metrics.observe(self)
-
-    def _drive(self) -> None:
-        """Every placed job has a driver; where somebody left, those who wait for that are told."""
-        undriven, self._undriven = self._undriven, set()
-        for job_id in undriven - self._drivers.keys():
-            job = self.book.jobs.get(job_id)
-            if job is not None and job.placement is not None and not job.final:
-                self._drivers[job_id] = JobDriver(job_id, self._tools, self._driver_done)
-        if self.ledger.take_left():
-            for driver in self._drivers.values():
-                if driver.is_blocked:
-                    driver.nudge()
 
     async def _hear(self) -> None:
         """Applies what agents said since the last round."""
@@ -325,11 +288,6 @@ class Controller:
             # There is no other place, and nobody knows whether this one comes back: a person has to decide.
             return jobs.end(job, "FAILED", why, time.time())
         return job
-
-    def _driver_done(self, job_id: str) -> None:
-        self._drivers.pop(job_id, None)
-        self._undriven.add(job_id)
-        self.wake_policy()
 
 
 def _abandon(job: Job, why: str) -> Job:

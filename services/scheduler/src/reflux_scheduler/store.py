@@ -102,6 +102,17 @@ class Store:
                     unreadable.append(job_id)
         return jobs, unreadable
 
+    async def find(self, job_id: str) -> Job | None:
+        """One stored job; None when there is none, or none that can be read."""
+        async with self._redis.pipeline(transaction=True) as pipeline:
+            pipeline.get(_job_key(job_id))
+            pipeline.hvals(_members_key(job_id))
+            head, members = await pipeline.execute()
+        try:
+            return None if head is None else _decoded(head, members)
+        except ValidationError:
+            return None
+
     async def create(self, job: Job, request_id: str) -> str:
         """Stores a new job together with its request id; the id of the job that the request has made, now or before."""
         key = _request_key(request_id)
@@ -114,7 +125,8 @@ class Store:
         return known or job.id
 
     async def save(self, changes: Iterable[tuple[Job | None, Job]]) -> None:
-        """Stores changed jobs, all of them or none: pairs of what was stored before and what is to be stored."""
+        """Stores changed jobs, all of them or none: pairs of what was stored before (None: not known) and
+        what is to be stored."""
         commands: list[Command] = []
         for before, after in changes:
             commands += _job_commands(after, before)
@@ -173,6 +185,8 @@ def _job_commands(after: Job, before: Job | None) -> list[Command]:
     gone = [label for label in old if label not in after.members]
     new = [label for label, status in after.members.items() if old.get(label) is not status]
     key = _members_key(after.id)
+    if before is None:
+        commands.append(("DEL", key))
     for start in range(0, len(gone), _MAX_WORDS):
         commands.append(("HDEL", key, *gone[start : start + _MAX_WORDS]))
     for start in range(0, len(new), _MAX_WORDS // 2):
