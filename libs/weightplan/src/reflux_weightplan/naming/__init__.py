@@ -1,0 +1,1 @@
+"""Names and memory of other systems' tensors, translated to and from Hugging Face's."""
