@@ -9,6 +9,14 @@ class BackendUnavailable(TransferError, RuntimeError):
     """The mechanism cannot work on this machine; the text says why and what would help."""
 
 
+class PathTooSlow(BackendUnavailable):
+    """A path works and is slower than its floor. `rate` and `floor` are bytes per second, `hint` says what may help."""
+
+    def __init__(self, path: str, rate: float, floor: float, hint: str) -> None:
+        super().__init__(f"{path} moves {rate / 1e9:.3f} GB/s, its floor is {floor / 1e9:.3f} GB/s; {hint}")
+        self.rate, self.floor, self.hint = rate, floor, hint
+
+
 class PeerGone(TransferError, ConnectionError):
     """The process that owns the remote memory has exited, closed the region, or cannot be reached."""
 
@@ -22,7 +30,7 @@ class OutOfRange(TransferError, ValueError):
 
 
 class WrongHandle(TransferError, ValueError):
-    """The bytes are no handle, belong to another backend, or name memory that is no longer what they describe."""
+    """The bytes are no handle, belong to another backend or run, or name memory that is not what they describe."""
 
 
 class UnshareableRegion(TransferError, ValueError):
@@ -58,3 +66,18 @@ class LayoutError(TransferError, ValueError):
 
 class ArenasBusy(TransferError, TimeoutError):
     """Both arenas are still readable by somebody; the text names the holders."""
+
+
+class GenerationGone(TransferError, LookupError):
+    """The arena no longer holds the generation: overwritten, withdrawn, or its staging failed; the text says which.
+
+    The bytes that were read belong to nobody: take another source, or the next version.
+    """
+
+
+class BaseMismatch(TransferError, ValueError):
+    """A delta was made against weights that this process does not hold; the text names both fingerprints."""
+
+
+class DeltaDamaged(TransferError, ValueError):
+    """The bytes are no delta, are cut short, or do not decode into the weights that were published."""

@@ -1,0 +1,127 @@
+"""Owns a publisher's pair of arenas: which generation lies where, and who may still read it."""
+
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from reflux_transfer.arenas.geometry import Extra, Geometry
+from reflux_transfer.arenas.header import OwnedHeader, State
+from reflux_transfer.arenas.memory import allocate
+from reflux_transfer.arenas.staging import Staging
+from reflux_transfer.backends.base import TransferBackend
+from reflux_transfer.errors import ArenasBusy
+from reflux_transfer.layout import SLICE_BYTES, Layout
+from reflux_transfer.regions import LocalRegion
+
+_COMMITTED = "committed version"
+
+
+@dataclass(eq=False)
+class _Arena:
+    region: LocalRegion
+    header: OwnedHeader
+    generation: int = 0
+    staging: bool = False
+    leases: dict[str, float] = field(default_factory=dict)
+    """Holder -> monotonic time at which its lease ends."""
+
+    def holders(self, now: float) -> list[str]:
+        return [holder for holder, end in self.leases.items() if end > now]
+
+
+class PublisherArenas:
+    """Two arenas. Training goes on while readers pull, because they only ever see a copy.
+
+    An arena is free when nobody holds a lease on it. The generation that was pinned last (the committed one) stays
+    readable for late joiners until another is pinned, so that at most one sync can be under way: begin, write, lease,
+    pin or release. All methods may be called from any thread. `extras` are the cuts that readers of other layouts want
+    (see `Extra`).
+    """
+
+    def __init__(
+        self, backend: TransferBackend, layout: Layout, slice_bytes: int = SLICE_BYTES, *, extras: Sequence[Extra] = ()
+    ) -> None:
+        self.layout, self.slice_bytes, self.transport = layout, slice_bytes, backend.name
+        self._geometry = Geometry(layout, slice_bytes, tuple(extras))
+        self._backend = backend
+        regions = [allocate(backend, self._geometry.region_bytes) for _ in range(2)]
+        self._arenas = [_Arena(region, OwnedHeader(region.view, self._geometry)) for region in regions]
+        self._generation = 0
+        self._changed = threading.Condition()
+
+    def begin(self, deadline_seconds: float = 0.0) -> Staging:
+        """Claims the free arena for a new generation, which readers may follow while it is written.
+
+        Waits up to `deadline_seconds` for a free arena. Raises `ArenasBusy` naming the holders.
+        """
+        arena = self._claim(time.monotonic() + deadline_seconds)
+        describe = partial(self._backend.describe, arena.region)
+        return Staging(self, arena.header, self._geometry, arena.region.view, describe)
+
+    def staged(self, generation: int, complete: bool) -> None:
+        """Called by `Staging`: the generation is complete, or is no generation after all."""
+        with self._changed:
+            arena = self._find(generation)
+            arena.staging = False
+            if not complete:
+                arena.generation = 0
+            self._changed.notify_all()
+
+    def lease(self, generation: int, holder: str, seconds: float) -> None:
+        """Keeps a generation readable for `seconds`, or until `release`. Raises `KeyError` when it is gone."""
+        with self._changed:
+            self._find(generation).leases[holder] = time.monotonic() + seconds
+
+    def release(self, generation: int, holder: str) -> None:
+        """Ends a lease; unknown ones are ignored, they may have expired."""
+        with self._changed:
+            for arena in self._arenas:
+                if arena.generation == generation:
+                    arena.leases.pop(holder, None)
+            self._changed.notify_all()
+
+    def pin(self, generation: int) -> None:
+        """Makes a generation the committed one and frees its predecessor. Raises `KeyError` when it is gone."""
+        with self._changed:
+            chosen = self._find(generation)
+            for arena in self._arenas:
+                arena.leases.pop(_COMMITTED, None)
+            chosen.leases[_COMMITTED] = float("inf")
+            self._changed.notify_all()
+
+    def view(self, generation: int) -> memoryview:
+        """The tensors of a generation. Raises `KeyError` when it is gone."""
+        with self._changed:
+            return self._find(generation).region.view[self._geometry.tensors_offset :]
+
+    def close(self) -> None:
+        """Withdraws both arenas."""
+        for arena in self._arenas:
+            arena.header.end(State.WITHDRAWN, "the publisher has closed its arenas")
+            self._backend.unregister(arena.region)
+
+    def _find(self, generation: int) -> _Arena:
+        for arena in self._arenas:
+            if arena.generation == generation and generation:
+                return arena
+        raise KeyError(f"generation {generation} is no longer in an arena")
+
+    def _claim(self, end: float) -> _Arena:
+        with self._changed:
+            while not (
+                free := [arena for arena in self._arenas if not arena.staging and not arena.holders(time.monotonic())]
+            ):
+                now = time.monotonic()
+                if now >= end:
+                    holders = sorted({holder for arena in self._arenas for holder in arena.holders(now)})
+                    raise ArenasBusy(f"both arenas are in use by {', '.join(holders) or 'another stage'}")
+                expiries = [expiry for arena in self._arenas for expiry in arena.leases.values()]
+                self._changed.wait(min([end, *expiries]) - now)
+            arena = min(free, key=lambda arena: arena.generation)
+            self._generation += 1
+            arena.generation, arena.staging = self._generation, True
+            arena.leases.clear()
+            arena.header.claim(self._generation)
+            return arena

@@ -1,0 +1,95 @@
+"""A reader's view of one arena: its header and checksums, read again and again while the owner fills it."""
+
+import time
+from dataclasses import dataclass
+
+import numpy as np
+
+from reflux_transfer.arenas.geometry import HEADER_BYTES, ROW_WORDS
+from reflux_transfer.arenas.header import READ_BYTES, Header, State
+from reflux_transfer.backends.base import TransferBackend
+from reflux_transfer.errors import ReadDeadlineExceeded, WrongHandle
+from reflux_transfer.regions import LocalRegion, RemoteRegion
+
+_READ_SECONDS = 10.0
+"""A read that takes longer than this is an error: a path that slow is broken, and a cancelled pull has to end."""
+
+
+@dataclass(frozen=True)
+class RemoteSource:
+    """An arena to pull from: the opened region, the generation that was offered, and the rank that it holds."""
+
+    region: RemoteRegion
+    generation: int
+    rank: int = 0
+
+
+class ArenaReader:
+    """Reads one source until a monotonic time `end`. Every method raises what `TransferBackend.read` raises."""
+
+    def __init__(self, backend: TransferBackend, source: RemoteSource, end: float) -> None:
+        self.rank, self.seconds, self.bytes = source.rank, 0.0, 0
+        self._backend, self._source, self._end = backend, source, end
+        page = self._peek(0, HEADER_BYTES)
+        self.header = Header.parse(page)
+        self.header.check(source.generation, page)
+        count = self.header.pieces + self.header.extras
+        if min(self.header.table_offset, self.header.rows_offset) + 8 * count > source.region.length:
+            raise WrongHandle("the arena's header names a table outside of its region")
+        found = np.frombuffer(self._peek(self.header.rows_offset, 8 * ROW_WORDS * count), "<u8")
+        self.rows: np.ndarray = found.reshape(count, ROW_WORDS)
+        """What each piece and extra covers, see `Geometry.rows`."""
+        self._memory = backend.register(np.zeros(HEADER_BYTES + 8 * count, np.uint8))
+        self.checksums = np.frombuffer(self._memory.view[HEADER_BYTES:], "<u8")
+        """Valid for the pieces and extras that are ready."""
+        self._known = [0, 0]
+
+    def close(self) -> None:
+        """Frees the memory of the header and the checksums; the region stays open."""
+        self._backend.unregister(self._memory)
+
+    @property
+    def sealed(self) -> bool:
+        """Whether the last refresh saw the generation complete."""
+        return self.header.state == State.SEALED
+
+    def refresh(self) -> None:
+        """Reads the header, then the checksums that became ready. Raises `GenerationGone`.
+
+        What was read before this call belongs to the generation.
+        """
+        self.read(0, self._memory, 0, READ_BYTES)
+        header = Header.parse(self._memory.view)
+        if header.generation_again != self._source.generation or header.state not in (State.STAGING, State.SEALED):
+            self.read(0, self._memory, 0, HEADER_BYTES)  # with the reason
+            header = Header.parse(self._memory.view)
+        header.check(self._source.generation, self._memory.view[:HEADER_BYTES])
+        self.header = header
+        self._take(0, 0, header.ready_pieces)
+        self._take(1, header.pieces, header.ready_extras)
+
+    def read(self, remote_offset: int, local: LocalRegion, local_offset: int, length: int) -> None:
+        """One read, until the end of the pull at most."""
+        before = time.monotonic()
+        left = self._end - before
+        if left <= 0:
+            raise ReadDeadlineExceeded("the pull did not end in time")
+        self._backend.read(self._source.region, remote_offset, local, local_offset, length, min(left, _READ_SECONDS))
+        self.seconds += time.monotonic() - before
+        self.bytes += length
+
+    def _take(self, kind: int, first: int, ready: int) -> None:
+        known = self._known[kind]
+        if ready > known:
+            offset = 8 * (first + known)
+            count = 8 * (ready - known)
+            self.read(self.header.table_offset + offset, self._memory, HEADER_BYTES + offset, count)
+            self._known[kind] = ready
+
+    def _peek(self, offset: int, length: int) -> memoryview:
+        memory = self._backend.register(np.zeros(length, np.uint8))
+        try:
+            self.read(offset, memory, 0, length)
+        finally:
+            self._backend.unregister(memory)
+        return memory.view
