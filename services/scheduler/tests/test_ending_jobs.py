@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from scheduler_in_memory import MemoryStore
 
 from reflux_placement.gang import Assignment
 from reflux_placement.policy.spares import SpareRule
@@ -18,24 +19,6 @@ from reflux_scheduler.metrics import Metrics
 from reflux_scheduler.nodes import Nodes
 from reflux_scheduler.planner import Planner, Rules
 from reflux_scheduler.store import Store
-
-
-class MemoryStore(Store):
-    """Jobs in a dict; a second book on it is the scheduler after a restart."""
-
-    def __init__(self) -> None:
-        self.saved: dict[str, Job] = {}
-
-    async def create(self, job, request_id):
-        self.saved[job.id] = job
-        return job.id
-
-    async def save(self, changes):
-        self.saved |= {after.id: after for _, after in changes}
-
-    async def load(self):
-        return sorted(self.saved.values(), key=lambda job: job.number), []
-
 
 NODES = [Node(f"n{n}", Resources(4, 8000), {"rack": "r0"}) for n in range(2)]
 

@@ -61,7 +61,7 @@ class JobDriver:
         self._nudged = asyncio.Event()
         self._complaint = ""
         self.is_blocked = False
-        """Whether a job that has to leave still stands in its room."""
+        """Whether somebody who has to leave still stands in its room, or in that of a member."""
 
         self._task = asyncio.create_task(self._run(), name=f"drive {job_id}")
 
@@ -180,11 +180,12 @@ class JobDriver:
         if await self._parts.lost_one(job):
             return True
         for part in job.parts:
-            await self._parts.granted(job, part)
+            if not any(seat.part == part.number for seat in blocked):
+                await self._parts.granted(job, part)
         job = self._book.get(job.id)
         if job.ending is not None or job.placement is None:
             return True
-        start = [seat for seat in jobs.to_start(job) if self._reachable(job, seat)]
+        start = self._ready(job)
         try:
             await self._gang.update(job, start, jobs.to_stop(job))
         except AgentAway:
@@ -193,9 +194,16 @@ class JobDriver:
         await self._parts.drop_empty(self._book.get(job.id))
         job = self._book.get(job.id)
         if job.state == "STARTING":
+        blocked = self._tools.ledger.blockers(job, jobs.to_start(job))
             await self._expired(job, "STARTING")
-        waiting = any(self._reachable(job, seat) for seat in jobs.to_start(job))
-        return job.ending is not None or waiting
+        return job.ending is not None or bool(self._ready(job))
+
+    def _ready(self, job: Job) -> list[Seat]:
+        """Members that can be started now: nobody stands in their room, and their agents are there."""
+        new = jobs.to_start(job)
+        blocked = self._tools.ledger.blockers(job, new)
+        self.is_blocked = bool(blocked)
+        return [seat for seat in new if seat not in blocked and self._reachable(job, seat)]
 
     def _reachable(self, job: Job, seat: Seat) -> bool:
         """Whether a member may be started: its part is granted and its agent has registered."""

@@ -166,7 +166,7 @@ def moved(job: Job, placement: Placement, kind: str, why: str, now: float) -> Jo
         if after.get(label) == seat:
             continue
         status = members.pop(label, None)
-        if status is not None and status.state not in DONE:
+        if _may_run(job, seat, status):
             retiring.append(seat)
         if label in after:
             restarts_so_far = (status.restarts if status else 0) + 1
@@ -176,6 +176,13 @@ def moved(job: Job, placement: Placement, kind: str, why: str, now: float) -> Jo
             )
     job = replace(job, placement=placement, members=members, retiring=tuple(retiring))
     return settled(note(job, kind, why, now), now)
+
+
+def _may_run(job: Job, seat: Seat, status: MemberStatus | None) -> bool:
+    """Whether a process may be at a place; a start without an answer may have happened, outside of grants to come."""
+    if job.state not in ("STARTING", "RUNNING") or (status is not None and status.state in DONE):
+        return False
+    return not job.parts or any(part.number == seat.part and part.state == "granted" for part in job.parts)
 
 
 def retired(job: Job, seat: Seat) -> Job:

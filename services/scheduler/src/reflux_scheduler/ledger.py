@@ -25,6 +25,7 @@ class Ledger:
         self.room = Room(topology)
         self._planned: dict[str, Placement] = {}
         self._standing: dict[str, list[Holding]] = {}
+        self._standers: _Standers | None = None
         self._left = False
         self._names = [node.name for node in topology.nodes]
 
@@ -38,11 +39,12 @@ class Ledger:
                 self.room.restore(job.name, self.holding(job, planned))
                 self._planned[job.name] = planned
         standing = _left_places(job)
-        if standing or job.name in self._standing:
+        before = self._standing.pop(job.name, [])
+        if standing:
             self._standing[job.name] = [self.holding(job, each) for each in standing]
-            if not standing:
-                del self._standing[job.name]
-                self._left = True
+        if standing or before:
+            self._standers = None
+            self._left = self._left or len(standing) < len(before)
 
     @property
     def planned(self) -> Mapping[str, Placement]:
@@ -86,24 +88,23 @@ class Ledger:
 
     def in_the_way(self, job: Job) -> str:
         """A job that still stands in room that is promised to this one; empty when there is none."""
-        mine = self.room.holdings.get(job.name)
-        if mine is None or not self._standing:
-            return ""
-        others = self._standing
-        touched = np.unique(mine.node_M)
-        over_NR = self.room.free_NR.copy()
-        for holdings in others.values():
-            for holding in holdings:
-                np.subtract.at(over_NR, holding.node_M, _needs(holding))
-        short = bool((over_NR[touched] < 0).any())
-        own = dict(zip(*_masks(mine), strict=True))
-        for other, holdings in others.items():
-            for holding in holdings:
-                if short and np.isin(holding.node_M, touched).any():
-                    return other
-                if any(own.get(node, 0) & mask for node, mask in zip(*_masks(holding), strict=True)):
-                    return other
-        return ""
+        seats = job.placement.seats() if job.placement is not None else ()
+        return next(iter(self.blockers(job, seats).values()), "")
+
+    def blockers(self, job: Job, seats: Iterable[Seat]) -> dict[Seat, str]:
+        """Which of a job's booked seats cannot be used yet, and who still stands there: on the GPUs, or with so much of
+        the node that what is booked there does not fit beside it. That may be the job itself, with members that leave.
+        """
+        if not self._standing or job.name not in self._planned:
+            return {}
+        if self._standers is None:
+            self._standers = _Standers(self._standing)
+        blocked: dict[Seat, str] = {}
+        for seat in seats:
+            other = self._standers.on(self.topology.index_of(seat.node), seat.gpus, self.room)
+            if other:
+                blocked[seat] = other
+        return blocked
 
     def holding(self, job: Job, placement: Placement) -> Holding:
         """The booking of stored places. Raises LookupError for a node that the topology does not have."""
@@ -202,12 +203,27 @@ def _needs(holding: Holding) -> Ints:
     return np.concatenate(rows)
 
 
-def _masks(holding: Holding) -> tuple[list[int], list[int]]:
-    """Nodes of a booking and the GPUs that it has on each."""
-    by_node: dict[int, int] = {}
-    for node, mask in zip(holding.node_M.tolist(), holding.gpus_M.tolist(), strict=True):
-        by_node[node] = by_node.get(node, 0) | mask
-    return list(by_node), list(by_node.values())
+class _Standers:
+    """Those who still stand in room that is promised to others, by node."""
+
+    def __init__(self, standing: Mapping[str, list[Holding]]) -> None:
+        self._on: dict[int, list[tuple[str, int]]] = {}
+        self._needs: dict[int, Ints] = {}
+        for job, holdings in standing.items():
+            for holding in holdings:
+                nodes, masks = holding.node_M.tolist(), holding.gpus_M.tolist()
+                for node, mask, need in zip(nodes, masks, _needs(holding), strict=True):
+                    self._on.setdefault(node, []).append((job, mask))
+                    self._needs[node] = self._needs[node] + need if node in self._needs else need
+
+    def on(self, node: int, gpus: int, room: Room) -> str:
+        """Who stands on these GPUs of a node, or has more of it than is free in the plan; empty for nobody."""
+        there = self._on.get(node)
+        if there is None:
+            return ""
+        if (room.free_NR[node] < self._needs[node]).any():
+            return there[0][0]
+        return next((job for job, mask in there if mask & gpus), "")
 
 
 def renumbered(placement: Placement, part: int) -> Placement:
