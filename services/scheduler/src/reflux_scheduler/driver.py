@@ -25,6 +25,9 @@ from reflux_scheduler.parts import Parts
 log = logging.getLogger(__name__)
 
 _RETRY_SECONDS = 0.5
+_LONGEST_PAUSE_SECONDS = 16.0
+"""Between steps that fail, again and again, in a way that nobody has thought of."""
+
 _LOOK_SECONDS = 4.0
 MAX_SLOW_STARTS = 3
 
@@ -60,6 +63,7 @@ class JobDriver:
         self._done = done
         self._nudged = asyncio.Event()
         self._complaint = ""
+        self._failures = 0
         self.is_blocked = False
         """Whether somebody who has to leave still stands in its room, or in that of a member."""
 
@@ -79,24 +83,34 @@ class JobDriver:
         try:
             while (job := self._book.get(self._job_id)).placement is not None and not job.final:
                 self._nudged.clear()
-                try:
-                    again = await self._advance(job)
-                except (AgentAway, BackendAway) as error:
-                    again = True
-                    await self._complain(str(error))
-                    await asyncio.sleep(_RETRY_SECONDS)
-                except RedisError as error:
-                    again = True
-                    log.warning("jobs/%s: Redis does not answer (%s)", self._job_id, type(error).__name__)
-                    await asyncio.sleep(_RETRY_SECONDS)
-                if not again:
+                if not await self._step(job):
                     await self._rest()
         except (UnknownJob, NotLeading):
             log.info("jobs/%s is not driven by this scheduler any more", self._job_id)
-        except Exception:  # task boundary: the controller makes a new driver at its next round
-            log.exception("jobs/%s: the driver failed", self._job_id)
         finally:
             self._done(self._job_id)
+
+    async def _step(self, job: Job) -> bool:
+        """One step, after trouble with a pause; whether the next one can be taken at once."""
+        pause_seconds = _RETRY_SECONDS
+        try:
+            again = await self._advance(job)
+        except (UnknownJob, NotLeading):
+            raise
+        except (AgentAway, BackendAway) as error:
+            await self._complain(str(error))
+        except RedisError as error:
+            log.warning("jobs/%s: Redis does not answer (%s)", self._job_id, type(error).__name__)
+        except Exception as error:  # task boundary: one bad answer must not leave a job without a driver
+            log.exception("jobs/%s: a step of its driver failed", self._job_id)
+            pause_seconds = min(_LONGEST_PAUSE_SECONDS, _RETRY_SECONDS * 2**self._failures)
+            self._failures += 1
+            await self._complain(f"{type(error).__name__}: {error}")
+        else:
+            self._failures = 0
+            return again
+        await asyncio.sleep(pause_seconds)
+        return True
 
     async def _rest(self) -> None:
         """Until somebody nudges; deadlines need no more than a look now and then."""
@@ -179,6 +193,7 @@ class JobDriver:
         """Members of a job that was started: new ones are started, left places are emptied, empty parts given back."""
         if await self._parts.lost_one(job):
             return True
+        blocked = self._tools.ledger.blockers(job, jobs.to_start(job))
         for part in job.parts:
             if not any(seat.part == part.number for seat in blocked):
                 await self._parts.granted(job, part)
@@ -194,7 +209,6 @@ class JobDriver:
         await self._parts.drop_empty(self._book.get(job.id))
         job = self._book.get(job.id)
         if job.state == "STARTING":
-        blocked = self._tools.ledger.blockers(job, jobs.to_start(job))
             await self._expired(job, "STARTING")
         return job.ending is not None or bool(self._ready(job))
 
@@ -223,6 +237,7 @@ class JobDriver:
         await self._gang.update(job, (), stop, gone)
         job = self._book.get(job.id)
         if jobs.to_stop(job):
+            await asyncio.sleep(_RETRY_SECONDS)
             return True
         for part in job.parts:
             await self._parts.release(job, part)
