@@ -73,6 +73,18 @@ async def test_a_member_that_ignores_sigterm_is_killed_after_its_grace(members, 
     assert time.monotonic() - began >= 0.3
 
 
+async def test_a_member_can_be_told_to_stop_without_waiting_for_its_end(members):
+    script = "import signal, time; signal.signal(15, signal.SIG_IGN); print('deaf', flush=True); time.sleep(600)"
+    report = await members.start(order(script, stop_grace_seconds=0.3))
+    async with asyncio.timeout(HANG_SECONDS):
+        while "deaf" not in Path(report.log_path).read_text():
+            await asyncio.sleep(0.02)
+    told = await members.stop("j/role/0", None, "enough", wait=False)
+    assert told.state == "running"
+    # A second request waits, and does not prolong the grace.
+    assert (await members.stop("j/role/0", 600.0, "enough")).exit_code == -9
+
+
 async def test_a_member_may_take_its_time_within_the_grace(members):
     script = (
         "import signal, sys, time; signal.signal(15, lambda *_: (print('saved', flush=True), sys.exit(0))); "

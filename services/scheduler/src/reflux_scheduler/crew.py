@@ -84,14 +84,20 @@ class Crew:
         report = parse_report(response.role)
         return Heard(incarnation, {report.role_id: report})
 
-    async def stop(self, job: Job, seat: Seat) -> Heard | None:
-        """Stops a member, after its role's grace by force; None when there is none. Raises AgentAway."""
+    async def stop(self, job: Job, seat: Seat, *, wait: bool = True) -> Heard | None:
+        """Stops a member, after its role's grace by force; None when there is none. Raises AgentAway.
+
+        Args:
+            job: the job that the member belongs to.
+            seat: where it is.
+            wait: answer when it is gone; else as soon as it was told to stop.
+        """
         post = (seat.node, job.grant_id(seat.part))
         incarnation, stub = self._stub(post)
         grace = job.spec.role(seat.role).stop_grace_seconds
-        request = pb.StopRoleRequest(role_id=job.role_id(seat), grace_seconds=grace, term=self.term)
+        request = pb.StopRoleRequest(role_id=job.role_id(seat), grace_seconds=grace, term=self.term, no_wait=not wait)
         try:
-            response = await stub.StopRole(request, timeout=grace + _STOP_MARGIN_SECONDS)
+            response = await stub.StopRole(request, timeout=_STOP_MARGIN_SECONDS + (grace if wait else 0.0))
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.NOT_FOUND:
                 return None

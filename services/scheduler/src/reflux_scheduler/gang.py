@@ -1,14 +1,15 @@
 """Owns the calls to the agents of one job's members: a bounded number at a time, each answer noted in the job."""
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
 from reflux_scheduler import jobs
 from reflux_scheduler.book import Book
-from reflux_scheduler.crew import Crew, StartRefused
-from reflux_scheduler.job import Heard, Job, Seat
+from reflux_scheduler.crew import AgentAway, Crew, StartRefused
+from reflux_scheduler.job import DONE, Heard, Job, Seat
 
 _PARALLEL_CALLS = 64
 
@@ -21,7 +22,13 @@ class Gang:
         self._crew = crew
 
     async def update(self, job: Job, start: Sequence[Seat], stop: Sequence[Seat], gone: Sequence[Seat] = ()) -> None:
-        """Has members started and others stopped; those of `gone` are known to have stopped."""
+        """Has members started and others stopped; those of `gone` are known to have stopped.
+
+        The members of a large gang are all told to stop before the end of any is waited for: else the last ones would
+        be told many graces after the first.
+        """
+        if len(stop) > _PARALLEL_CALLS:
+            await _all([self._tell_to_stop(job, seat) for seat in stop])
         await _all(
             [self._start(job, seat) for seat in start]
             + [self._count_stopped(job, seat) for seat in gone]
@@ -37,9 +44,16 @@ class Gang:
             return
         await self._heard(job, seat, heard)
 
+    async def _tell_to_stop(self, job: Job, seat: Seat) -> None:
+        with contextlib.suppress(AgentAway):  # The call that waits for its end says so.
+            await self._crew.stop(job, seat, wait=False)
+
     async def _stop(self, job: Job, seat: Seat) -> None:
         heard = await self._crew.stop(job, seat)
-        if heard is None or seat in job.retiring:
+        report = heard.reports.get(job.role_id(seat)) if heard is not None else None
+        # A member of another attempt is the only one of its id that the agent has: this attempt's was never started.
+        other = report is not None and report.state in DONE and report.attempt not in (0, job.attempt)
+        if heard is None or other or seat in job.retiring:
             await self._count_stopped(job, seat)
         else:
             await self._heard(job, seat, heard)

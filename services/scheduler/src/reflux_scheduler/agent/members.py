@@ -57,11 +57,11 @@ class MemberTable:
         used = {household.log_folder(member.order.job) for member in self._members.values() if not member.ended}
         await asyncio.to_thread(prune, household.logs, household.keep_job_logs, used)
 
-    async def stop(self, role_id: str, grace_seconds: float | None, reason: str) -> RoleReport:
-        """Stops a member and waits for its end. Raises LookupError when there is none of that id."""
+    async def stop(self, role_id: str, grace_seconds: float | None, reason: str, *, wait: bool = True) -> RoleReport:
+        """Stops a member and waits for its end, if so asked. Raises LookupError when there is none of that id."""
         member = self._members[role_id]
         member.request_stop(reason, grace_seconds)
-        return await member.stopped()
+        return await member.stopped() if wait else member.report
 
     def named(self, role_ids: Iterable[str]) -> list[RoleSupervisor]:
         """The members of these ids as they are now; a later one of the same id is another."""

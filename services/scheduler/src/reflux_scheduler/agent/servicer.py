@@ -31,13 +31,13 @@ class AgentServicer(AgentServiceServicer):
         return pb.StartRoleResponse(role=render_report(report, self._node))
 
     async def StopRole(self, request: pb.StopRoleRequest, context: Any) -> pb.StopRoleResponse:
-        """Stops a member and answers when it is gone."""
+        """Stops a member and answers when it is gone, or has been told to stop."""
         if not request.role_id:
             raise InvalidRequest("role_id is required: '<job>/<role>/<rank>'")
         self._check_term(request.term)
         grace = parse_grace(request.grace_seconds) if request.grace_seconds else None
         try:
-            report = await self._members.stop(request.role_id, grace, "stopped on request")
+            report = await self._members.stop(request.role_id, grace, "stopped on request", wait=not request.no_wait)
         except KeyError:
             raise NotFound(f"this agent has no role {request.role_id[:64]!r}") from None
         return pb.StopRoleResponse(role=render_report(report, self._node))
