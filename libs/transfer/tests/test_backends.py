@@ -31,7 +31,7 @@ MIB = 1 << 20
 SIZE = 17 * MIB + 11
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["numpy", "reflux_transfer.registry"])
-CASES = ["shm", "ucx", "ucx-tcp"]
+CASES = ["shm", "ucx", "ucx-tcp", "tcp"]
 
 
 class Owner:
@@ -346,5 +346,5 @@ def test_unknown_transport_is_refused_by_name() -> None:
 
 
 def test_unknown_backend_is_refused() -> None:
-    with pytest.raises(ValueError, match="shm, ucx"):
+    with pytest.raises(ValueError, match="shm, ucx, tcp"):
         open_backend("pigeon")

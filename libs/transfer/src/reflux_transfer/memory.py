@@ -1,10 +1,18 @@
-"""Raw memory operations that release the GIL."""
+"""Raw memory: allocation, copies and reads of other processes, with the GIL released."""
 
 import ctypes
+import errno
+import mmap
+
+import numpy as np
+
+_HUGE_PAGE = 2 << 20
+_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14; Python 3.11's mmap has no name for it
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.memmove.restype = ctypes.c_void_p
 _libc.memmove.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 class _IoVec(ctypes.Structure):
@@ -13,6 +21,25 @@ class _IoVec(ctypes.Structure):
 
 _libc.process_vm_readv.restype = ctypes.c_ssize_t
 _libc.process_vm_readv.argtypes = [ctypes.c_int, *[ctypes.POINTER(_IoVec), ctypes.c_ulong] * 2, ctypes.c_ulong]
+
+
+def private(length: int) -> mmap.mmap:
+    """Zeroed private memory whose pages exist: a first read into it pays for no page fault.
+
+    Huge pages where the kernel has them: process_vm_readv looks up every page that it touches, and took 2/3 of the
+    processor time with huge pages on both sides (measured, 269 MB). Raises `MemoryError`.
+    """
+    try:
+        memory = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(f"no {length} bytes of memory: {error.strerror}") from error
+    address = np.frombuffer(memory, np.uint8).ctypes.data
+    if length >= _HUGE_PAGE:
+        _libc.madvise(address, length, mmap.MADV_HUGEPAGE)  # may fail: 4 KiB pages do, too
+    # By libc, because mmap.madvise would hold the GIL while gigabytes are zeroed.
+    if _libc.madvise(address, length, _POPULATE_WRITE) and ctypes.get_errno() == errno.EINVAL:  # an older kernel
+        np.frombuffer(memory, np.uint8)[:: mmap.PAGESIZE] = 0
+    return memory
 
 
 def copy(destination: int, source: int, count: int) -> None:

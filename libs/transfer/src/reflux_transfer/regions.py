@@ -17,6 +17,15 @@ def check_range(what: str, length: int, offset: int, count: int) -> None:
         raise OutOfRange(f"{what} range [{offset}, {offset + count}) is outside of a region of {length} bytes")
 
 
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One contiguous range to copy; offsets and length are bytes inside the two regions."""
+
+    remote_offset: int
+    local_offset: int
+    length: int
+
+
 @dataclass(eq=False)
 class LocalRegion:
     """Memory of this process that a backend knows. `view` is writable and stays valid until `unregister`."""

@@ -4,10 +4,15 @@ from collections.abc import Callable
 
 from reflux_transfer.backends.base import TransferBackend
 from reflux_transfer.backends.shm import ShmBackend
+from reflux_transfer.backends.tcp import TcpBackend
 from reflux_transfer.backends.ucx import UcxBackend
 from reflux_transfer.settings import BackendName, TransferSettings
 
-BACKENDS: dict[BackendName, Callable[[TransferSettings], TransferBackend]] = {"shm": ShmBackend, "ucx": UcxBackend}
+BACKENDS: dict[BackendName, Callable[[TransferSettings], TransferBackend]] = {
+    "shm": ShmBackend,
+    "ucx": UcxBackend,
+    "tcp": TcpBackend,
+}
 
 
 def open_backend(name: str, settings: TransferSettings | None = None) -> TransferBackend:

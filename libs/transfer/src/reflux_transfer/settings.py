@@ -5,7 +5,7 @@ from typing import Literal
 from pydantic import Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-BackendName = Literal["shm", "ucx"]
+BackendName = Literal["shm", "ucx", "tcp", "nixl"]
 
 
 class TransferSettings(BaseSettings):
@@ -16,7 +16,7 @@ class TransferSettings(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix="REFLUX_TRANSFER_", extra="ignore", frozen=True)
 
-    backend: Literal["auto", "shm", "ucx"] = "auto"
+    backend: Literal["auto", "shm", "ucx", "tcp", "nixl"] = "auto"
     """`auto` takes the first that passes its self-test, see `probe`."""
 
     ucx_library: str = ""
@@ -34,5 +34,26 @@ class TransferSettings(BaseSettings):
     On a cluster name the NIC, for instance `mlx5_0:1`.
     """
 
+    ucx_rma_rails: int = Field(default=2, ge=1, le=16)
+    """UCX_MAX_RMA_RAILS of our context: over how many NICs one read may be spread."""
+
+    ucx_rndv_rails: int = Field(default=2, ge=1, le=16)
+    """UCX_MAX_RNDV_RAILS of our context: the same where UCX emulates reads by messages."""
+
+    ucx_error_mode: Literal["auto", "peer"] = "auto"
+    """`peer` makes UCX report every peer's death and switches cma off; `auto` reads peers of this host by cma."""
+
     ucx_connections_per_region: int = Field(default=4, ge=1, le=64)
     """How many reads of one remote region run at the same time; the others wait for their turn."""
+
+    tcp_listen: str = Field(default="127.0.0.1:0", pattern=r"^[^:]+:\d+$")
+    """Where the owner of `tcp` regions listens; port 0 takes a free one. On a cluster name the address of a NIC."""
+
+    tcp_advertise: str = ""
+    """The host that readers connect to, where it is not the one that is listened on."""
+
+    tcp_connections_per_region: int = Field(default=4, ge=1, le=64)
+    """How many reads of one remote region run at the same time; the others wait for their turn."""
+
+    floor_gb_per_second: float | None = Field(default=None, gt=0)
+    """A path slower than this is an error; empty takes the floor of the transport, see `probe.floors`."""

@@ -1,9 +1,13 @@
 """The contract of every transfer backend."""
 
+import time
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from reflux_transfer.regions import LocalRegion, RemoteRegion
+from reflux_transfer.errors import ReadDeadlineExceeded
+from reflux_transfer.handles import ANYWHERE, Scope
+from reflux_transfer.regions import LocalRegion, RemoteRegion, Run
 
 
 class TransferBackend(ABC):
@@ -31,12 +35,18 @@ class TransferBackend(ABC):
         """Makes existing writable memory (buffer protocol, contiguous) known; the caller keeps it alive."""
 
     @abstractmethod
-    def describe(self, region: LocalRegion) -> bytes:
-        """Opaque handle of at most 16 KiB. Raises `UnshareableRegion` where existing memory cannot be offered."""
+    def describe(self, region: LocalRegion, scope: Scope = ANYWHERE) -> bytes:
+        """Opaque handle of at most 16 KiB, valid in `scope`.
+
+        Raises `UnshareableRegion` where existing memory cannot be offered.
+        """
 
     @abstractmethod
-    def open(self, handle: bytes) -> RemoteRegion:
-        """The region behind a handle. Raises `WrongHandle` or `PeerGone`. Pair it with `release`."""
+    def open(self, handle: bytes, scope: Scope | None = None) -> RemoteRegion:
+        """The region behind a handle that lies in `scope` (None: of whatever run). Pair it with `release`.
+
+        Raises `WrongHandle` or `PeerGone`.
+        """
 
     @abstractmethod
     def read(
@@ -52,6 +62,15 @@ class TransferBackend(ABC):
 
         Raises `OutOfRange`, `PeerGone`, `ReadDeadlineExceeded` or `RegionClosed`.
         """
+
+    def read_runs(self, remote: RemoteRegion, local: LocalRegion, runs: Sequence[Run], deadline_seconds: float) -> None:
+        """Copies many ranges; for a backend that can, in few requests. Raises what `read` raises."""
+        end = time.monotonic() + deadline_seconds
+        for done, run in enumerate(runs):
+            if time.monotonic() > end:
+                raise ReadDeadlineExceeded(f"{done} of {len(runs)} ranges read in {deadline_seconds} s")
+            rest = end - time.monotonic()
+            self.read(remote, run.remote_offset, local, run.local_offset, run.length, rest)
 
     @abstractmethod
     def release(self, remote: RemoteRegion) -> None:

@@ -20,6 +20,7 @@ import numpy as np
 from reflux_transfer import handles
 from reflux_transfer.backends.base import TransferBackend
 from reflux_transfer.errors import PeerGone, ReadDeadlineExceeded, RegionClosed, UnshareableRegion, WrongHandle
+from reflux_transfer.handles import ANYWHERE, Scope
 from reflux_transfer.memory import copy
 from reflux_transfer.peer import PeerWatch, ProcessIdentity
 from reflux_transfer.regions import LocalRegion, RemoteRegion, check_range
@@ -102,19 +103,19 @@ class ShmBackend(TransferBackend):
             self._regions.add(region)
         return region
 
-    def describe(self, region: LocalRegion) -> bytes:
+    def describe(self, region: LocalRegion, scope: Scope = ANYWHERE) -> bytes:
         """Owner, descriptor number and token."""
         region.check_open()
         segment = region.resource
         if not isinstance(segment, _Segment):
             raise UnshareableRegion("shm can only describe memory that it allocated")
         fields = {"fd": segment.fd, "length": region.length, "token": segment.token.hex()}
-        return handles.seal(self.name, {"owner": self._identity.to_json(), **fields})
+        return handles.seal(self.name, {"owner": self._identity.to_json(), **fields}, scope)
 
-    def open(self, handle: bytes) -> RemoteRegion:
+    def open(self, handle: bytes, scope: Scope | None = None) -> RemoteRegion:
         """Maps the owner's segment read-only."""
         self._check_open()
-        envelope = handles.unseal(handle, self.name, owner=dict, fd=int, length=int, token=str)
+        envelope = handles.unseal(handle, self.name, scope=scope, owner=dict, fd=int, length=int, token=str)
         identity = ProcessIdentity.from_json(envelope["owner"])
         if not identity.on_this_host():
             raise PeerGone("the region's owner is on another host or in another pid namespace; shm cannot reach it")

@@ -8,14 +8,20 @@ The package's tests passed with the wheels 1.19.0, 1.21.0 and 1.22.0 (pyproject.
 
 import ctypes as C
 import importlib.util
+import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from ctypes import byref, c_char_p, c_int, c_int8, c_size_t, c_uint, c_uint32, c_uint64, c_void_p
 from pathlib import Path
 from typing import Any
 
 from reflux_transfer.errors import BackendUnavailable, TransferError
 
+log = logging.getLogger(__name__)
+
 OK, IN_PROGRESS, ERR_BUSY = 0, 1, -15
+_ERR_NO_ELEM = -12
 FEATURE_RMA, FEATURE_WAKEUP = 1 << 1, 1 << 4
 ERROR_MODE_NONE, ERROR_MODE_PEER = 0, 1
 _THREAD_MODE_SERIALIZED = 1
@@ -168,18 +174,32 @@ class Library:
         if status < 0:
             raise UcpError(status, self.status_text(status))
 
-    def open_context(self, options: dict[str, str]) -> int:
-        """A context whose workers may live in different threads. `options` are UCX names without their prefix."""
-        config, context = c_void_p(), c_void_p()
+    @contextmanager
+    def configured(self, options: dict[str, str]) -> Iterator[c_void_p]:
+        """A `ucp_config_t` with UCX variables, named without their prefix. Raises `UcpError` for an unknown value.
+
+        A variable that this UCX does not have is left out with a warning (1.13.1 has no MAX_RMA_RAILS).
+        """
+        config = c_void_p()
         self.check(self.calls.ucp_config_read(None, None, byref(config)))
         try:
             for name, value in options.items():
-                self.check(self.calls.ucp_config_modify(config, name.encode(), value.encode()))
-            params = _ContextParams(mask=1 | 1 << 5, features=FEATURE_RMA | FEATURE_WAKEUP, mt_workers_shared=1)
-            major, minor = (int(part) for part in self.version.split(".")[:2])
-            self.check(self.calls.ucp_init_version(major, minor, byref(params), config, byref(context)))
+                status = self.calls.ucp_config_modify(config, name.encode(), value.encode())
+                if status == _ERR_NO_ELEM:
+                    log.warning("UCX %s has no setting %s, %s is ignored", self.version, name, value)
+                else:
+                    self.check(status)
+            yield config
         finally:
             self.calls.ucp_config_release(config)
+
+    def open_context(self, options: dict[str, str]) -> int:
+        """A context whose workers may live in different threads; `options` as in `configured`."""
+        context = c_void_p()
+        params = _ContextParams(mask=1 | 1 << 5, features=FEATURE_RMA | FEATURE_WAKEUP, mt_workers_shared=1)
+        major, minor = (int(part) for part in self.version.split(".")[:2])
+        with self.configured(options) as config:
+            self.check(self.calls.ucp_init_version(major, minor, byref(params), config, byref(context)))
         return _address(context)
 
     def open_worker(self, context: int) -> int:

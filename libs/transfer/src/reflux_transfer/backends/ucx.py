@@ -6,20 +6,18 @@ which needs no help from the owner, and its death is noticed by pidfd, by the fa
 checksums above.
 """
 
-import mmap
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from reflux_transfer import handles
+from reflux_transfer import handles, memory
 from reflux_transfer.backends import ucp
 from reflux_transfer.backends.base import TransferBackend
+from reflux_transfer.backends.connections import ConnectionPool
 from reflux_transfer.backends.ucx_lanes import Connection, Target
-from reflux_transfer.errors import BackendUnavailable, PeerGone, ReadDeadlineExceeded, RegionClosed
-from reflux_transfer.memory import can_read_process
+from reflux_transfer.errors import BackendUnavailable, ReadDeadlineExceeded, RegionClosed
+from reflux_transfer.handles import ANYWHERE, Scope
 from reflux_transfer.peer import PeerWatch, ProcessIdentity
 from reflux_transfer.regions import LocalRegion, RemoteRegion, check_range
 from reflux_transfer.settings import TransferSettings
@@ -29,16 +27,19 @@ _PIECE = 16 << 20
 
 @dataclass(eq=False)
 class _Remote:
-    """An opened region: how to reach its owner, and the connections to it that are free or in use."""
+    """An opened region: where it lies, and how its owner is reached."""
 
-    worker_address: bytes
     address: int
     key: bytes
     watch: PeerWatch | None
-    free: list[Connection] = field(default_factory=list)
-    opened: int = 0
-    closed: bool = False
-    changed: threading.Condition = field(default_factory=threading.Condition)
+    pool: ConnectionPool[Connection]
+
+
+def options_of(settings: TransferSettings) -> dict[str, str]:
+    """The UCX variables of our context, without their prefix."""
+    options = {"TLS": settings.ucx_transports, "NET_DEVICES": settings.ucx_net_devices}
+    options |= {"MAX_RMA_RAILS": str(settings.ucx_rma_rails), "MAX_RNDV_RAILS": str(settings.ucx_rndv_rails)}
+    return {name: value for name, value in options.items() if value}
 
 
 class UcxBackend(TransferBackend):
@@ -49,15 +50,16 @@ class UcxBackend(TransferBackend):
     def __init__(self, settings: TransferSettings | None = None) -> None:
         settings = settings or TransferSettings()
         self._library = ucp.Library(settings.ucx_library)
-        options = {"TLS": settings.ucx_transports, "NET_DEVICES": settings.ucx_net_devices}
+        options = options_of(settings)
         try:
-            self._context = self._library.open_context({name: value for name, value in options.items() if value})
+            self._context = self._library.open_context(options)
             self._target = Target(self._library, self._context)
         except ucp.UcpError as error:
             raise BackendUnavailable(
                 f"libucp {self._library.version} does not start with {options}: {error}"
             ) from error
-        self._uses_cma = any(name in settings.ucx_transports.split(",") for name in ("all", "cma", "sm", "shm", ""))
+        listed = settings.ucx_transports.split(",")
+        self._uses_cma = settings.ucx_error_mode == "auto" and bool({"all", "cma", "sm", "shm", ""} & set(listed))
         self._max_connections = settings.ucx_connections_per_region
         self._identity = ProcessIdentity.of_this_process()
         self._regions: set[LocalRegion] = set()
@@ -66,10 +68,10 @@ class UcxBackend(TransferBackend):
         self._closed = False
 
     def allocate(self, length: int) -> LocalRegion:
-        """Anonymous memory, mapped by UCX."""
+        """Private memory with its pages in place, mapped by UCX."""
         if length < 1:
             raise ValueError(f"a region has at least one byte, not {length}")
-        return self.register(mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+        return self.register(memory.private(length))
 
     def register(self, buffer: Any) -> LocalRegion:
         """Existing memory, mapped by UCX."""
@@ -80,7 +82,7 @@ class UcxBackend(TransferBackend):
             self._regions.add(region)
         return region
 
-    def describe(self, region: LocalRegion) -> bytes:
+    def describe(self, region: LocalRegion, scope: Scope = ANYWHERE) -> bytes:
         """Worker address, memory address and remote key."""
         region.check_open()
         key = self._library.pack_key(self._context, region.resource)
@@ -90,19 +92,22 @@ class UcxBackend(TransferBackend):
             "key": key.hex(),
             "worker": self._target.address.hex(),
         }
-        return handles.seal(self.name, {"owner": self._identity.to_json(), **fields})
+        return handles.seal(self.name, {"owner": self._identity.to_json(), **fields}, scope)
 
-    def open(self, handle: bytes) -> RemoteRegion:
+    def open(self, handle: bytes, scope: Scope | None = None) -> RemoteRegion:
         """Decides how the owner is reached; connects at the first read."""
         self._check_open()
-        envelope = handles.unseal(handle, self.name, owner=dict, address=int, length=int, key=str, worker=str)
+        envelope = handles.unseal(
+            handle, self.name, scope=scope, owner=dict, address=int, length=int, key=str, worker=str
+        )
         identity = ProcessIdentity.from_json(envelope["owner"])
         worker, key = (handles.hex_field(envelope, name) for name in ("worker", "key"))
         watch = PeerWatch(identity) if identity.on_this_host() else None
-        if watch and not (self._uses_cma and can_read_process(identity.pid, envelope["address"])):
+        if watch and not (self._uses_cma and memory.can_read_process(identity.pid, envelope["address"])):
             watch.close()
             watch = None
-        remote = RemoteRegion(envelope["length"], _Remote(worker, envelope["address"], key, watch))
+        pool = ConnectionPool(lambda _end: self._connect(worker, watch), self._max_connections)
+        remote = RemoteRegion(envelope["length"], _Remote(envelope["address"], key, watch, pool))
         with self._lock:
             self._remotes.add(remote)
         return remote
@@ -125,49 +130,15 @@ class UcxBackend(TransferBackend):
                 path.watch.check()
             if not length:
                 return
-            with self._connection(path, end) as connection:
+            with path.pool.borrowed(end) as connection:
                 for done in range(0, length, _PIECE):
                     source, count = path.address + remote_offset + done, min(_PIECE, length - done)
                     if time.monotonic() > end:
                         raise ReadDeadlineExceeded(f"{done} of {length} bytes read in {deadline_seconds} s")
                     connection.get(path.key, source, address + done, count, local.resource, end)
 
-    @contextmanager
-    def _connection(self, path: _Remote, end: float) -> Iterator[Connection]:
-        connection = self._borrow(path, end)
-        try:
-            yield connection
-        finally:
-            keep = connection.usable and not path.closed
-            if not keep:
-                connection.close()
-            with path.changed:
-                if keep:
-                    path.free.append(connection)
-                else:
-                    path.opened -= 1
-                path.changed.notify_all()
-
-    def _borrow(self, path: _Remote, end: float) -> Connection:
-        with path.changed:
-            ready = path.changed.wait_for(
-                lambda: path.closed or path.free or path.opened < self._max_connections,
-                max(0.0, end - time.monotonic()),
-            )
-            if path.closed:
-                raise RegionClosed("the remote region was released")
-            if not ready:
-                raise ReadDeadlineExceeded("all connections to the region's owner were busy")
-            if path.free:
-                return path.free.pop()
-            path.opened += 1
-        try:
-            return Connection(self._library, self._context, path.worker_address, path.watch)
-        except PeerGone:
-            with path.changed:
-                path.opened -= 1
-                path.changed.notify_all()
-            raise
+    def _connect(self, worker: bytes, watch: PeerWatch | None) -> Connection:
+        return Connection(self._library, self._context, worker, watch)
 
     def release(self, remote: RemoteRegion) -> None:
         """Closes the connections once they are idle."""
@@ -175,16 +146,9 @@ class UcxBackend(TransferBackend):
             if remote not in self._remotes:
                 return
             self._remotes.discard(remote)
-        path = remote.resource
-        with path.changed:
-            path.closed = True
-            path.changed.notify_all()
-            path.changed.wait_for(lambda: path.opened == len(path.free))
-        for connection in path.free:
-            connection.close()
-        path.free.clear()
-        if path.watch:
-            path.watch.close()
+        remote.resource.pool.close()
+        if remote.resource.watch:
+            remote.resource.watch.close()
 
     def unregister(self, region: LocalRegion) -> None:
         """Unmaps it from UCX; the memory goes with its last reference."""
