@@ -33,6 +33,7 @@ class AgentsPart(SchedulerServiceServicer):
             heartbeat_seconds=terms.heartbeat_seconds,
             stop_roles=controller.registered(post),
             term=self._candidate.term,
+            margin_seconds=terms.margin_seconds,
         )
 
     async def AgentHeartbeat(self, request: pb.AgentHeartbeatRequest, context: Any) -> pb.AgentHeartbeatResponse:

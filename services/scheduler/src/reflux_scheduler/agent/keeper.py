@@ -5,8 +5,8 @@ keeper's stdin closes and the keeper kills the role with everything below it. Wh
 kills the role (PR_SET_PDEATHSIG). As a child subreaper the keeper also gets hold of descendants that left the role's
 session.
 
-stdin: one JSON line (argv, env, cwd, log_path, log_limit_bytes, groups), then lines "stop SECONDS"; end of file means
-kill.
+stdin: one JSON line (argv, env, cwd, log_path, log_limit_bytes, groups), then lines "stop SECONDS", of which a
+later one can only bring the kill forward; end of file means kill.
 stdout: "started PID", then "exited CODE" (negative for a signal); or "refused MESSAGE" when the program cannot be
 executed.
 """
@@ -172,9 +172,11 @@ class Keeper:
             return
         *lines, self._commands = (self._commands + chunk).split(b"\n")
         for line in lines:
-            if line.startswith(b"stop ") and self._kill_at is None:
-                self._kill_at = time.monotonic() + float(line[5:])
-                self._signal(signal.SIGTERM)
+            if line.startswith(b"stop "):
+                kill_at = time.monotonic() + float(line[5:])
+                if self._kill_at is None:
+                    self._signal(signal.SIGTERM)
+                self._kill_at = kill_at if self._kill_at is None else min(self._kill_at, kill_at)
 
     def _signal(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError):

@@ -17,7 +17,7 @@ from reflux_kit.errors import StartupError
 from reflux_kit.server import Bound, Mount, Service, serve
 from reflux_kit.settings import ServiceSettings, prefix
 from reflux_scheduler.agent.cgroup import MemberGroups
-from reflux_scheduler.agent.lease import Lease, Terms
+from reflux_scheduler.agent.lease import Lease, TermGuard
 from reflux_scheduler.agent.members import MemberTable
 from reflux_scheduler.agent.schedulers import Schedulers
 from reflux_scheduler.agent.servicer import SERVICE_NAME, AgentServicer
@@ -59,7 +59,7 @@ async def build(settings: AgentSettings, environment: Mapping[str, str]) -> Asyn
     except OSError as error:
         raise StartupError(f"the state folder {state_dir} cannot be used: {error.strerror}") from None
     limit_bytes = settings.log_limit_mib << 20
-    groups, terms = MemberGroups.open(), Terms()
+    groups, terms = MemberGroups.open(), TermGuard()
     log.info("members have %s", groups.reason)
     household = Household(
         settings.node, environment, state_dir, limit_bytes, settings.keep_job_logs, groups, bool(settings.grant)

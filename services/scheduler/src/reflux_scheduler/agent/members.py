@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import itertools
+import math
 import os
 import shutil
 from collections.abc import Iterable, Set
@@ -77,11 +78,11 @@ class MemberTable:
             if self._members.get(member.order.role_id) is member:
                 del self._members[member.order.role_id]
 
-    async def stop_all(self, reason: str) -> None:
-        """Stops every member, all at the same time."""
+    async def stop_all(self, reason: str, longest_seconds: float = math.inf) -> None:
+        """Stops every member, all at the same time; none of them has a longer grace than `longest_seconds`."""
         members = list(self._members.values())
         for member in members:
-            member.request_stop(reason)
+            member.request_stop(reason, min(member.order.stop_grace_seconds, longest_seconds))
         for member in members:
             await member.stopped()
 

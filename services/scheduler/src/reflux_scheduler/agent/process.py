@@ -84,7 +84,8 @@ class RoleProcess:
         return KEEPER_DIED
 
     def stop(self, grace_seconds: float) -> None:
-        """Asks for SIGTERM now and SIGKILL of the whole tree after the grace; `wait` tells the end."""
+        """Asks for SIGTERM now and SIGKILL of the whole tree after the grace, the shortest if asked again; `wait` tells
+        the end."""
         assert self._child.stdin is not None
         with contextlib.suppress(OSError, RuntimeError):
             self._child.stdin.write(f"stop {grace_seconds:.3f}\n".encode())

@@ -33,12 +33,15 @@ class Schedulers:
         await self._channel.close()
         await asyncio.gather(*self._closing, return_exceptions=True)
 
-    def turn(self, error: grpc.aio.AioRpcError) -> bool:
+    def turn_after(self, error: grpc.aio.AioRpcError) -> bool:
         """After a call that failed: goes to the leader that the answer names, else to the next address. Whether the
         next call meets another scheduler."""
         if error.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
             return False
-        leader = metadata_of(error).get("leader", "")
+        return self.turn(metadata_of(error).get("leader", ""))
+
+    def turn(self, leader: str = "") -> bool:
+        """Goes to a leader, else to the next address. Whether the next call meets another scheduler."""
         if not leader and self.address in self._addresses:
             position = self._addresses.index(self.address)
             leader = self._addresses[(position + 1) % len(self._addresses)]

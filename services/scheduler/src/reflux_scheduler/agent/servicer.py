@@ -5,7 +5,7 @@ from typing import Any
 from reflux.scheduler.v1 import agent_service_pb2 as pb
 from reflux.scheduler.v1.agent_service_pb2_grpc import AgentServiceServicer
 from reflux_kit.errors import InvalidRequest, NotFound, Unavailable, WrongState
-from reflux_scheduler.agent.lease import Terms
+from reflux_scheduler.agent.lease import TermGuard
 from reflux_scheduler.agent.members import MemberTable
 from reflux_scheduler.agent.messages import parse_grace, parse_order, render_report
 
@@ -15,10 +15,10 @@ SERVICE_NAME = pb.DESCRIPTOR.services_by_name["AgentService"].full_name
 class AgentServicer(AgentServiceServicer):
     """Starts, stops and lists the members of one node."""
 
-    def __init__(self, members: MemberTable, node: str, terms: "Terms | None" = None) -> None:
+    def __init__(self, members: MemberTable, node: str, terms: TermGuard | None = None) -> None:
         self._members = members
         self._node = node
-        self._terms = terms or Terms()
+        self._terms = terms or TermGuard()
 
     async def StartRole(self, request: pb.StartRoleRequest, context: Any) -> pb.StartRoleResponse:
         """Starts a member; idempotent by role id and attempt."""

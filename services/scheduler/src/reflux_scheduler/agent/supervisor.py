@@ -83,14 +83,15 @@ class RoleSupervisor:
         return self.report
 
     def request_stop(self, reason: str, grace_seconds: float | None = None) -> None:
-        """Begins the stop; a member that ended for good stays as it is. A second request does not prolong the grace."""
-        if self._stopping.is_set():
-            return
-        self._reason = reason
-        self._grace = self.order.stop_grace_seconds if grace_seconds is None else grace_seconds
-        self._stopping.set()
+        """Begins the stop; a member that ended for good stays as it is. A later request may end the grace earlier,
+        never prolong it."""
+        grace = self.order.stop_grace_seconds if grace_seconds is None else grace_seconds
+        if not self._stopping.is_set():
+            self._reason = reason
+            self._stopping.set()
+        self._grace = grace if self._grace is None else min(self._grace, grace)
         if self._process is not None:
-            self._process.stop(self._grace)
+            self._process.stop(grace)
 
     async def stopped(self) -> RoleReport:
         """Waits until the member is done for good."""

@@ -1045,6 +1045,7 @@ class RegisterAgentResponse(_message.Message):
     STOP_ROLES_FIELD_NUMBER: _builtins.int
     HEARTBEAT_SECONDS_FIELD_NUMBER: _builtins.int
     TERM_FIELD_NUMBER: _builtins.int
+    MARGIN_SECONDS_FIELD_NUMBER: _builtins.int
     node: _builtins.str
     """Full path of the node."""
     lease_seconds: _builtins.float
@@ -1053,6 +1054,10 @@ class RegisterAgentResponse(_message.Message):
     """Seconds between heartbeats."""
     term: _builtins.int
     """Term of the scheduler; it grows with every change of the leader."""
+    margin_seconds: _builtins.float
+    """How long after the end of the lease the scheduler takes the roles for gone: their stop has no more time than that,
+    whatever grace they were promised.
+    """
     @_builtins.property
     def stop_roles(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Roles that the scheduler does not know: the agent stops them."""
@@ -1065,10 +1070,11 @@ class RegisterAgentResponse(_message.Message):
         stop_roles: _abc.Iterable[_builtins.str] | None = ...,
         heartbeat_seconds: _builtins.float = ...,
         term: _builtins.int = ...,
+        margin_seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["heartbeat_seconds", b"heartbeat_seconds", "lease_seconds", b"lease_seconds", "node", b"node", "stop_roles", b"stop_roles", "term", b"term"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["heartbeat_seconds", b"heartbeat_seconds", "lease_seconds", b"lease_seconds", "margin_seconds", b"margin_seconds", "node", b"node", "stop_roles", b"stop_roles", "term", b"term"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
