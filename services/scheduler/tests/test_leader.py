@@ -1,7 +1,9 @@
 """Two schedulers: one leads, the other takes over; what a leader of the past says or writes changes nothing."""
 
 import asyncio
+import contextlib
 import signal
+import time
 
 import grpc
 import pytest
@@ -15,7 +17,7 @@ from reflux.scheduler.v1 import scheduler_service_pb2 as pb
 from reflux_kit.channel import open_channel
 from reflux_kit.errors import WrongState, metadata_of
 from reflux_placement.topology import Resources
-from reflux_scheduler.agent.lease import Terms
+from reflux_scheduler.agent.lease import TermGuard
 from reflux_scheduler.agent.members import MemberTable
 from reflux_scheduler.agent.servicer import AgentServicer
 from reflux_scheduler.agent.supervisor import Household
@@ -75,6 +77,66 @@ async def test_a_lease_is_held_by_one_and_its_successor_has_a_higher_term(keys):
                 task.cancel()
 
 
+class Cut:
+    """A connection to Redis that a test can cut."""
+
+    def __init__(self, keys: Redis) -> None:
+        self._keys = keys
+        self.is_cut = False
+
+    async def eval(self, *words):
+        if self.is_cut:
+            raise redis.ConnectionError("cut")
+        return await self._keys.eval(*words)
+
+
+async def until_ended(leader: Leadership) -> float:
+    """When a leader stopped to believe that it leads."""
+    async with asyncio.timeout(HANG_SECONDS):
+        while leader.holds:
+            await asyncio.sleep(0.01)
+    return time.monotonic()
+
+
+async def test_a_leader_without_redis_goes_on_for_a_while_and_then_no_more(keys):
+    cut, reign = Cut(keys), Reigns()
+    leader = Leadership(cut, "a:1", "a", 0.3, alone_seconds=0.5)
+    async with leader.campaigning(reign):
+        await reign.next()
+        cut.is_cut = True
+        lease_over = leader._expires
+        assert await until_ended(leader) >= lease_over + 0.5
+        cut.is_cut = False
+        async with asyncio.timeout(HANG_SECONDS):
+            while not leader.holds:
+                await asyncio.sleep(0.01)
+        assert reign.leases.empty(), "nobody else has led: the reign goes on"
+
+
+async def test_a_leader_without_redis_that_knows_of_another_one_stops_at_the_end_of_its_lease(keys):
+    cut, reign = Cut(keys), Reigns()
+    leader, other = Leadership(cut, "a:1", "a", 0.3, alone_seconds=600), Leadership(keys, "b:1", "b", 0.3)
+    async with leader.campaigning(reign), contextlib.AsyncExitStack() as stack:
+        await reign.next()
+        later = Reigns()
+        await stack.enter_async_context(other.campaigning(later))
+        async with asyncio.timeout(HANG_SECONDS):
+            while not leader._rival:
+                await asyncio.sleep(0.01)
+        cut.is_cut = True
+        await until_ended(leader)
+        await later.next()
+        assert other.successor, "what was answered for the first one may still be in force"
+
+
+async def test_a_scheduler_that_comes_back_at_its_own_address_succeeds_nobody(keys):
+    for _ in range(2):
+        reign, leader = Reigns(), Leadership(keys, "a:1", "a", 0.3)
+        async with leader.campaigning(reign):
+            await reign.next()
+            assert not leader.successor
+
+
 async def test_what_a_leader_of_the_past_writes_changes_nothing(keys):
     old, new = Store(keys), Store(keys)
     old.lease, new.lease = "1 a:1 a", "2 b:1 b"
@@ -114,7 +176,7 @@ async def test_a_job_that_cannot_be_read_is_named_and_the_others_are_taken_over(
 
 
 async def test_an_agent_refuses_calls_of_an_earlier_term(tmp_path):
-    terms = Terms()
+    terms = TermGuard()
     assert terms.admit(5)
     servicer = AgentServicer(MemberTable(Household("n1", {}, tmp_path, log_limit_bytes=1 << 16)), "n1", terms)
     with pytest.raises(WrongState, match="term 4 is over"):

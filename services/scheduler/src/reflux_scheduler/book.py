@@ -82,6 +82,18 @@ class Book:
         """Jobs that were started, by agent."""
         return self._posts
 
+    def wants(self, post: Post, role_id: str) -> bool:
+        """Whether some job has a member of this id ("{job}/{role}/{rank}") under an agent, or one that leaves it."""
+        job_id, _, rest = role_id.partition("/")
+        role, _, rank = rest.partition("/")
+        job = self._jobs.get(job_id)
+        if job is None or job.final or job.placement is None:
+            return False
+        seats = [seat for seat in job.retiring if seat.label == rest]
+        here = job.placement.seat(role, int(rank)) if rank.isdigit() else None
+        seats += [here] if here is not None else []
+        return any((seat.node, job.grant_id(seat.part)) == post for seat in seats)
+
     async def create(self, request_id: str, make: Callable[[int], Job]) -> Job:
         """Stores a new job under the next number; a request id that was seen gets its job again."""
         return await self.units.run(self._create(request_id, make))

@@ -84,7 +84,9 @@ class Candidate:
     @asynccontextmanager
     async def standing(self, address: str, identity: str) -> AsyncIterator[None]:
         """Stands for the lease until the block ends; the address is bound by now."""
-        self._leadership = Leadership(self._redis, address, identity, self.plan.leader_seconds)
+        plan = self.plan
+        alone_seconds = plan.terms.lost_seconds
+        self._leadership = Leadership(self._redis, address, identity, plan.leader_seconds, alone_seconds)
         async with self._leadership.campaigning(self._reign):
             yield
 
@@ -93,7 +95,9 @@ class Candidate:
         plan = self.plan
         store = Store(self._redis)
         store.lease, store.lease_millis = lease, int(plan.leader_seconds * 1000)
-        fleet, ledger = Fleet(plan.terms, time.monotonic()), Ledger(plan.topology)
+        # The last leader may answer agents for this long without knowing that it leads no more: no silence counts.
+        unsure_seconds = plan.terms.lost_seconds if self._leadership.successor else 0.0
+        fleet, ledger = Fleet(plan.terms, time.monotonic() + unsure_seconds), Ledger(plan.topology)
         async with AsyncExitStack() as stack:
             crew = await stack.enter_async_context(Crew(fleet, plan.topology, self._settings))
             crew.term = self._leadership.term
@@ -127,4 +131,6 @@ class Candidate:
             try:
                 await controller.run()
             finally:
+                # The book is closed: callers have to wait for the next leader, not to hear that there are no jobs.
+                self._leadership.ready = False
                 self._metrics.leading(False)

@@ -200,18 +200,7 @@ class Controller:
         """After an agent spoke: the ids of its members that nobody wants. The reports are applied soon after."""
         self.wake()
         agent = self.fleet.agent(post)
-        return [role_id for role_id in agent.reports if not self._wanted(post, role_id)] if agent else []
-
-    def _wanted(self, post: Post, role_id: str) -> bool:
-        job_id, _, rest = role_id.partition("/")
-        role, _, rank = rest.partition("/")
-        job = self.book.jobs.get(job_id)
-        if job is None or job.final or job.placement is None:
-            return False
-        seats = [seat for seat in job.retiring if seat.label == rest]
-        here = job.placement.seat(role, int(rank)) if rank.isdigit() else None
-        seats += [here] if here is not None else []
-        return any((seat.node, job.grant_id(seat.part)) == post for seat in seats)
+        return [role_id for role_id in agent.reports if not self.book.wants(post, role_id)] if agent else []
 
     def _wanted_grants(self) -> frozenset[str]:
         return frozenset(f"{job.id}-{part.number}" for job in self.book.jobs.values() for part in job.parts)
@@ -259,6 +248,7 @@ class Controller:
             self._observed_at = now
             await self.book.settle()
             await self.book.forget_old()
+            self.fleet.keep(self._wanted_grants())
             self._metrics.observe(self)
 
     async def _hear(self) -> None:

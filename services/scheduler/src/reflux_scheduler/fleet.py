@@ -4,7 +4,7 @@ An agent serves one node, for every job (grant "") or for one grant only.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from reflux_scheduler.errors import SupersededAgent, UnknownAgent
@@ -50,7 +50,8 @@ class Agent:
 
 
 class Fleet:
-    """Agents by post. Times come from a monotonic clock, in seconds."""
+    """Agents by post. Times come from a monotonic clock, in seconds. From `started_at` on agents that never spoke are
+    silent."""
 
     def __init__(self, terms: Terms, started_at: float) -> None:
         self.terms = terms
@@ -128,6 +129,12 @@ class Fleet:
         """Its grant is over."""
         self._agents.pop(post, None)
 
+    def keep(self, grant_ids: Collection[str]) -> None:
+        """Forgets agents of grants that are not among these. One that still speaks has to register at each heartbeat,
+        and is told what to stop."""
+        for post in [post for post in self._agents if post[1] and post[1] not in grant_ids]:
+            self.forget(post)
+
     def silent(self, posts: Iterable[Post], now: float) -> list[Post]:
         """Of these posts the ones that are lost: silent for so long that their members are gone for sure."""
         seconds = self.terms.lost_seconds
@@ -141,13 +148,13 @@ class Fleet:
         return agent is not None and not agent.left and now - agent.heard_at < self.terms.doubt_seconds
 
     def silent_seconds(self, post: Post, now: float) -> float:
-        """How long nothing was heard from a post; of one that never spoke, since the start of the scheduler."""
+        """How long nothing was heard from a post; of one that never spoke, since silence counts."""
         agent = self._agents.get(post)
-        return now - (agent.heard_at if agent else self._started_at)
+        return max(0.0, now - (agent.heard_at if agent else self._started_at))
 
     def never_heard_seconds(self, now: float) -> float:
         """How long a node's own agent that never spoke was waited for."""
-        return now - self._started_at
+        return max(0.0, now - self._started_at)
 
     def is_lost(self, post: Post, now: float) -> bool:
         """Whether the members of a post are gone for sure."""

@@ -4,6 +4,11 @@ The key holds "{term} {address} {identity}" and expires. A term is a fencing tok
 more than the last one, so that it grows even when Redis was emptied. Every write to the store compares the key, and
 agents refuse calls of a lower term than they have seen. A scheduler that comes back at its own address takes its lease
 over at once: it has bound the address, so the process that held it is gone.
+
+A leader that cannot reach Redis does not know whether somebody else leads by now. When it knew of another one that
+waits, it stops at the end of its lease; else it answers agents for `alone_seconds` more, so that members outlive an
+absent Redis. It may be wrong then (the other one may have come meanwhile), and agents that it answers do not turn away.
+So whoever leads after another scheduler (`successor`) counts no agent's silence for that long.
 """
 
 import asyncio
@@ -22,6 +27,7 @@ from reflux_scheduler.store import LEADER, STILL_MINE, TERM
 log = logging.getLogger(__name__)
 
 _STANDBY = "{scheduler}:standby"
+_LAST = "{scheduler}:last-leader"
 _RENEWALS = 3
 _RESIGN_SECONDS = 1.0
 _WAIT_SECONDS = 5.0
@@ -33,15 +39,17 @@ if held then
   local identity = string.match(held, '^%d+ %S* (.*)$')
   if identity ~= ARGV[2] then
     redis.call('SET', KEYS[3], ARGV[1], 'PX', 3 * ARGV[3])
-    return held
+    return {held, ''}
   end
 end
 local now = redis.call('TIME')
 local term = math.max(now[1] * 1000 + math.floor(now[2] / 1000), (redis.call('GET', KEYS[2]) or 0) + 1)
 redis.call('SET', KEYS[2], string.format('%.0f', term))
 local mine = string.format('%.0f', term) .. ' ' .. ARGV[1] .. ' ' .. ARGV[2]
+local last = redis.call('GET', KEYS[4]) or ARGV[2]
+redis.call('SET', KEYS[4], ARGV[2])
 redis.call('SET', KEYS[1], mine, 'PX', ARGV[3])
-return mine
+return {mine, last}
 """
 _RENEW = f"""
 {STILL_MINE}
@@ -70,11 +78,14 @@ class Lease:
 class Leadership:
     """One candidate. `reign` runs as long as it leads; it is cancelled when the lease is lost."""
 
-    def __init__(self, redis: Redis, address: str, identity: str, lease_seconds: float) -> None:
+    def __init__(
+        self, redis: Redis, address: str, identity: str, lease_seconds: float, alone_seconds: float = 0.0
+    ) -> None:
         self._redis = redis
         self._address = address
         self._identity = identity
         self._lease_seconds = lease_seconds
+        self._alone_seconds = alone_seconds
         self._value = ""
         self._expires = 0.0
         self._changed = asyncio.Event()
@@ -87,14 +98,18 @@ class Leadership:
         self.ready = False
         """It leads and knows what the last leader knew."""
 
+        self.successor = False
+        """Another scheduler led before this one, and may not know yet that it leads no more."""
+
         self._rival = False
-        """Another scheduler waits for the lease; without one an absent Redis takes nothing away from this one."""
+        """Another scheduler waits for the lease."""
 
     @property
     def holds(self) -> bool:
-        """Whether this scheduler leads by its own clock. With nobody else waiting for the lease it does so until it
-        hears otherwise, so that members outlive an absent Redis."""
-        return self.term > 0 and (not self._rival or time.monotonic() < self._expires)
+        """Whether this scheduler leads by its own clock: until the lease is over, and for `alone_seconds` more when
+        nobody else was known to wait for it."""
+        alone = 0.0 if self._rival else self._alone_seconds
+        return self.term > 0 and time.monotonic() < self._expires + alone
 
     async def leading(self) -> None:
         """Returns when this scheduler leads and is ready; waits a little when it is about to. Raises NotLeading."""
@@ -142,7 +157,8 @@ class Leadership:
     async def _acquire(self) -> bool:
         asked = time.monotonic()
         millis = int(self._lease_seconds * 1000)
-        raw = await self._redis.eval(_ACQUIRE, 3, LEADER, TERM, _STANDBY, self._address, self._identity, millis)  # pyright: ignore[reportGeneralTypeIssues]
+        keys = (LEADER, TERM, _STANDBY, _LAST)
+        raw, last = await self._redis.eval(_ACQUIRE, 4, *keys, self._address, self._identity, millis)  # pyright: ignore[reportGeneralTypeIssues]
         lease = Lease.parse(raw)
         if lease.identity != self._identity:
             if self.other != lease.address:
@@ -151,7 +167,8 @@ class Leadership:
             self._changed.set()
             return False
         self._value, self._expires = raw.decode(), asked + self._lease_seconds
-        self.term, self.other = lease.term, ""
+        self.term, self.other, self._rival = lease.term, "", False
+        self.successor = last.decode() != self._identity
         log.info("leading with term %d", lease.term)
         return True
 
@@ -171,9 +188,8 @@ class Leadership:
         log.warning("this scheduler does not lead any more")
 
     async def _keep(self) -> None:
-        """Renews until the lease is lost; an absent Redis is waited for until the lease is over by this clock.
-
-        When it comes back with the key still in place (or restored from its log), the lease goes on.
+        """Renews until somebody else has the lease. While Redis is absent `holds` says what may be done; when it comes
+        back and nobody else has led meanwhile, the lease goes on.
         """
         while True:
             await asyncio.sleep(self._lease_seconds / _RENEWALS)

@@ -75,8 +75,15 @@ class Metrics:
         """By job: seconds that it waited for other causes before."""
 
     def leading(self, leads: bool) -> None:
-        """Whether this scheduler leads now."""
+        """Whether this scheduler leads now. One that does not shows nothing that would be added to the leader's."""
         _LEADING.set(leads)
+        if not leads:
+            for gauge in (_JOBS, _NODES, _RESOURCES, _FRAGMENTATION, _WAITING, _GRANTS):
+                gauge.clear()
+            _UTILISATION.set(0)
+            self._ready_at.clear()
+            self._waits.clear()
+            self._waited.clear()
 
     def decided(self, seconds: float) -> None:
         """A cycle of the policy."""
