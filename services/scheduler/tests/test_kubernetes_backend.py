@@ -364,12 +364,35 @@ async def test_room_is_not_free_while_agents_stop(cluster):
         await cluster.until(lambda: "ready" in cluster.log(cluster.pods_on("n0")[0]["metadata"]["name"]))
         await asked.release("ab12-0")
         await cluster.until(lambda: cluster.pods_on("n0")[0]["metadata"].get("deletionTimestamp"))
-        status = await until(asked, "ab12-0", lambda status: len(status.lost_nodes) == 2)
-        assert (status.state, status.reason) == ("granted", "it was released")
+        status = await until(asked, "ab12-0", lambda status: status.reason == "it was released")
+        assert (status.state, status.lost_nodes) == ("granted", ())
         assert cluster.processes()
         for pod in cluster.api.all("pods"):
             cluster.kill(pod["metadata"]["uid"])
         await until(asked, "ab12-0", lambda status: status is None)
+
+
+@pytest.mark.parametrize("how", ["pod", "jobset"])
+async def test_a_node_is_lost_once_its_agent_has_stopped_and_not_before(cluster, how):
+    """Whoever replaces its members must not run beside them; and nobody else has asked for its end."""
+    launch = AgentLaunch(("sh", "-c", "trap '' TERM; echo ready; while :; do sleep 0.05; done"), {})
+    async with backend(cluster, launch) as asked:
+        await asked.request(grant("n0", "n1"))
+        await until_granted(asked)
+        (pod,) = cluster.pods_on("n1")
+        await cluster.until(lambda: "ready" in cluster.log(pod["metadata"]["name"]))
+        if how == "pod":
+            await cluster.delete_pod(pod["metadata"]["name"])
+        else:
+            await asked._api.delete(f"{JOBSETS}/reflux-ab12-0")
+        await cluster.until(lambda: cluster.pods_on("n1")[0]["metadata"].get("deletionTimestamp"))
+        status = await until(asked, "ab12-0", lambda status: "it is being deleted" in status.reason)
+        assert (status.state, status.lost_nodes) == ("granted", ())
+        cluster.kill(pod["metadata"]["uid"])
+        status = await until(asked, "ab12-0", lambda status: status.lost_nodes)
+        assert (status.state, status.lost_nodes) == ("granted", ("n1",))
+        for each in cluster.api.all("pods"):
+            cluster.kill(each["metadata"]["uid"])
 
 
 async def test_a_dead_node_does_not_keep_a_released_grant_alive(cluster):

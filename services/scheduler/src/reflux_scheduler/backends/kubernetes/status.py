@@ -45,19 +45,21 @@ def judge(seen: Observed, now: float, start_deadline_seconds: float, *, kueue: b
 
     Part of a gang is never reported as granted: all agents have to be ready and all ComputeDomains Ready at one time.
     A domain can be away for minutes while its pods look healthy (dra-driver#767), hence the deadline with a reason.
-    A grant has not ended before its agents have: its room is not free while they stop.
+    A grant has not ended before its agents have, and a node is not lost before its agent is: its room is not free while
+    they stop, and whoever replaces their members must not run beside them.
     """
     native = _native(seen.workloads)
     nodes = nodes_of(seen.workloads[0])
     granted = all(GRANTED_ANNOTATION in _annotations(each) for each in seen.workloads)
     if any(each["metadata"].get("deletionTimestamp") for each in seen.workloads):
         state = "ended" if not _holds(seen) else "granted" if granted else "waiting"
-        lost = nodes if state == "granted" else ()
+        lost = tuple(_lost(seen, nodes)) if state == "granted" else ()
         return Verdict(GrantStatus(seen.grant_id, state, native, "it is being deleted", lost))
     finished = [why for each in seen.workloads if (why := _finished(each))]
     if granted:
         lost = _lost(seen, nodes)
-        reason = "; ".join(f"{node}: {why}" for node, why in list(lost.items())[:3]) or "; ".join(finished)
+        told = {**lost, **_leaving(seen, nodes)}
+        reason = "; ".join(f"{node}: {why}" for node, why in list(told.items())[:3]) or "; ".join(finished)
         # Not ended when all are lost: the scheduler replaces nodes one by one, also the last one.
         return Verdict(GrantStatus(seen.grant_id, "granted", native, reason, tuple(lost)))
     dead = [_death(pod) for pod in seen.pods if _phase(pod) in _ENDED_POD]
@@ -137,25 +139,46 @@ def _alive(pod: Object) -> bool:
     return _phase(pod) == "Running" and not pod["metadata"].get("deletionTimestamp")
 
 
-def _holds(seen: Observed) -> bool:
+def _stands(seen: Observed, pod: Object) -> bool:
     """Whether some agent may still be there. On a node that is not ready nobody can tell: there the agent's own lease
     ends its members, and the room is of no use anyway."""
-    return any(_phase(pod) not in _ENDED_POD and seen.nodes.get(_node(pod), False) for pod in seen.pods)
+    return _phase(pod) not in _ENDED_POD and seen.nodes.get(_node(pod), False)
+
+
+def _holds(seen: Observed) -> bool:
+    return any(_stands(seen, pod) for pod in seen.pods)
+
+
+def _stops(seen: Observed, pod: Object) -> bool:
+    """Whether an agent was told to stop and may still be at it: for as long as its pod's grace."""
+    return _phase(pod) == "Running" and _stands(seen, pod) and bool(pod["metadata"].get("deletionTimestamp"))
+
+
+def _by_node(pods: Iterable[Object]) -> dict[str, list[Object]]:
+    by_node: dict[str, list[Object]] = {}
+    for pod in pods:
+        by_node.setdefault(_node(pod), []).append(pod)
+    return by_node
 
 
 def _lost(seen: Observed, nodes: Iterable[str]) -> dict[str, str]:
     """Nodes of a granted part without a living agent, and why."""
-    by_node: dict[str, list[Object]] = {}
-    for pod in seen.pods:
-        by_node.setdefault(_node(pod), []).append(pod)
+    by_node = _by_node(seen.pods)
     lost: dict[str, str] = {}
     for node in nodes:
         pods = by_node.get(node, [])
         if node not in seen.nodes:
             lost[node] = "the node is gone"
-        elif not any(_alive(pod) for pod in pods):
+        elif not any(_alive(pod) or _stops(seen, pod) for pod in pods):
             lost[node] = _death(pods[-1]) if pods else "its agent's pod is gone"
     return lost
+
+
+def _leaving(seen: Observed, nodes: Iterable[str]) -> dict[str, str]:
+    """Nodes of a granted part that are lost once their agents have stopped, and why."""
+    stopping = _by_node(pod for pod in seen.pods if _stops(seen, pod))
+    alive = {_node(pod) for pod in seen.pods if _alive(pod)}
+    return {node: _death(stopping[node][-1]) for node in nodes if node in stopping and node not in alive}
 
 
 def _death(pod: Object) -> str:
