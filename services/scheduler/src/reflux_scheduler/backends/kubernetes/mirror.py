@@ -50,7 +50,16 @@ class Mirror:
             raise BackendAway(self._problem)
 
     def put(self, thing: Object) -> None:
-        """Takes in what a call of ours returned, before the watch tells it."""
+        """Takes in what a call of ours returned, before the watch tells it.
+
+        What is no newer than the copy is in it already, or was deleted since: it would come back as a ghost. Versions
+        of one resource are integers that grow (KEP-5504).
+        """
+        held = self._objects.get(_key(thing))
+        if _version(thing) > max(int(self._version or 0), _version(held) if held is not None else 0):
+            self._take(thing)
+
+    def _take(self, thing: Object) -> None:
         self._objects[_key(thing)] = self._keep(thing)
         self.revision += 1
 
@@ -100,8 +109,12 @@ class Mirror:
                     self._objects.pop(_key(thing), None)
                     self.revision += 1
                 elif event["type"] != "BOOKMARK":
-                    self.put(thing)
+                    self._take(thing)
         return heard
+
+
+def _version(thing: Object) -> int:
+    return int(thing["metadata"].get("resourceVersion") or 0)
 
 
 def _key(thing: Object) -> str:
