@@ -1,4 +1,4 @@
-"""Backend `local`: every node has an agent of its own that serves all jobs, so room needs no asking."""
+"""Backend `local`: every node has an agent of its own that serves all jobs, so room is never asked for."""
 
 from collections.abc import Mapping
 
@@ -7,12 +7,9 @@ from reflux_scheduler.backends.base import Backend, Grant, GrantStatus, NodeCond
 
 
 class LocalBackend(Backend):
-    """Grants are given at once; whether a node is there is told by its agent alone."""
+    """Whether a node is there is told by its agent alone; jobs have no grants."""
 
     shared_agents = True
-
-    def __init__(self) -> None:
-        self._grants: dict[str, GrantStatus] = {}
 
     async def discover(self) -> Topology | None:
         return None
@@ -21,10 +18,10 @@ class LocalBackend(Backend):
         return {}
 
     async def request(self, grant: Grant) -> None:
-        self._grants[grant.id] = GrantStatus(grant.id, "granted")
+        raise AssertionError("the agents of the nodes serve every job")
 
     async def release(self, grant_id: str) -> None:
-        self._grants.pop(grant_id, None)
+        raise AssertionError("the agents of the nodes serve every job")
 
     async def grants(self) -> Mapping[str, GrantStatus]:
-        return dict(self._grants)
+        return {}
