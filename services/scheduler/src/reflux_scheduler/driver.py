@@ -18,9 +18,9 @@ from reflux_scheduler.errors import NotLeading, UnknownJob
 from reflux_scheduler.fleet import Fleet
 from reflux_scheduler.gang import Gang
 from reflux_scheduler.grants import Grants
-from reflux_scheduler.job import Job, Seat
+from reflux_scheduler.job import Job, Part, Seat
 from reflux_scheduler.ledger import Ledger
-from reflux_scheduler.parts import Parts
+from reflux_scheduler.parts import Parts, placed_parts
 
 log = logging.getLogger(__name__)
 
@@ -193,16 +193,13 @@ class JobDriver:
         """Members of a job that was started: new ones are started, left places are emptied, empty parts given back."""
         if await self._parts.lost_one(job):
             return True
-        blocked = self._tools.ledger.blockers(job, jobs.to_start(job))
-        for part in job.parts:
-            if not any(seat.part == part.number for seat in blocked):
-                await self._parts.granted(job, part)
+        await self._ask_for_more(job)
         job = self._book.get(job.id)
         if job.ending is not None or job.placement is None:
             return True
         start = self._ready(job)
         try:
-            await self._gang.update(job, start, jobs.to_stop(job))
+            await self._gang.update(job, start, *self._parts.departures(job))
         except AgentAway:
             await self._expired(self._book.get(job.id), "STARTING")
             raise
@@ -210,7 +207,33 @@ class JobDriver:
         job = self._book.get(job.id)
         if job.state == "STARTING":
             await self._expired(job, "STARTING")
-        return job.ending is not None or bool(self._ready(job))
+        left = self._ready(job)
+        if left and left == start:
+            await asyncio.sleep(_RETRY_SECONDS)
+        return job.ending is not None or bool(left)
+
+    async def _ask_for_more(self, job: Job) -> None:
+        """Asks for the parts of members that were added or moved, once nobody stands there; gives up what does not
+        come, or has no agents in time."""
+        blocked = {seat.part for seat in self._tools.ledger.blockers(job, jobs.to_start(job))}
+        used = placed_parts(job)
+        for part in job.parts:
+            if part.state == "granted":
+                silent = self._silent(job, part)
+                if silent:
+                    self._tools.blame(silent)
+                    cause = f"no agent came to {', '.join(silent[:5])} within {self._tools.start_seconds:g} s"
+                    await self._parts.give_up(job, part, cause)
+            elif part.number in used - blocked and not await self._parts.granted(job, part):
+                await self._parts.not_given(job, part)
+
+    def _silent(self, job: Job, part: Part) -> list[str]:
+        """Nodes of a part that no agent came to in time, under a job that runs; one that starts is given up as such."""
+        if job.state != "RUNNING" or time.time() - part.granted_at < self._tools.start_seconds:
+            return []
+        fleet = self._tools.fleet
+        new = [seat for seat in jobs.to_start(job) if seat.part == part.number and not job.status(seat).incarnation]
+        return sorted({seat.node for seat in new if fleet.agent((seat.node, job.grant_id(part.number))) is None})
 
     def _ready(self, job: Job) -> list[Seat]:
         """Members that can be started now: nobody stands in their room, and their agents are there."""
@@ -227,14 +250,8 @@ class JobDriver:
         return granted and self._tools.fleet.agent((seat.node, job.grant_id(seat.part))) is not None
 
     async def _wind_down(self, job: Job) -> bool:
-        """Stops every member, then gives the room back; where the room's end is the agents' end, absent ones count as
-        stopped."""
-        now, fleet = time.monotonic(), self._tools.fleet
-        stop, gone = [], []
-        for seat in jobs.to_stop(job):
-            absent = job.parts and not fleet.is_available((seat.node, job.grant_id(seat.part)), now)
-            (gone if absent else stop).append(seat)
-        await self._gang.update(job, (), stop, gone)
+        """Stops every member, then gives the room back."""
+        await self._gang.update(job, (), *self._parts.departures(job))
         job = self._book.get(job.id)
         if jobs.to_stop(job):
             await asyncio.sleep(_RETRY_SECONDS)

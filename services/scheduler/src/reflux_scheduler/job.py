@@ -284,6 +284,9 @@ class Job:
     slow_starts: int = 0
     """Attempts in a row that did not start in time."""
 
+    grow_after: float = 0.0
+    """Until then it does not grow: the cluster did not give the room."""
+
     preempted_by: str = ""
     sequence: int = 0
     events: tuple[Event, ...] = field(default=())

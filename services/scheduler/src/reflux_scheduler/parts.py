@@ -4,13 +4,13 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
-from reflux_scheduler import jobs
+from reflux_scheduler import growth, jobs
 from reflux_scheduler.backends.base import GrantRefused
 from reflux_scheduler.book import Book
 from reflux_scheduler.crew import Crew
 from reflux_scheduler.fleet import Fleet
 from reflux_scheduler.grants import Grants
-from reflux_scheduler.job import Job, Part
+from reflux_scheduler.job import Job, Part, Seat
 
 
 class Parts:
@@ -46,13 +46,13 @@ class Parts:
             await self._grants.request(job, part.number)
         except GrantRefused as error:
             cause = f"the cluster refuses its room: {error}"
-            await self._book.change(job.id, lambda job: jobs.end(job, "FAILED", cause, time.time()))
+            await self._book.change(job.id, lambda job: growth.refused(job, part.number, cause, time.time()))
             return False
         status = self._grants.status(f"{job.id}-{part.number}")
         if status is None:
             return False
         if status.state == "ended":
-            await self._requeue(job, f"grant {status.id} ended: {status.reason or 'no reason given'}")
+            await self.give_up(job, part, f"grant {status.id} ended: {status.reason or 'no reason given'}")
             return False
         told = replace(part, native=status.native, reason=status.reason)
         if status.state == "granted":
@@ -71,16 +71,16 @@ class Parts:
             status = self._grants.status(grant_id)
             reason = status.reason if status is not None else ""
             cause = f"the cluster did not give its room within {seconds:g} s: {reason or 'no reason given'}"
-            await self._requeue(job, cause)
+            await self.give_up(job, part, cause)
         return False
 
     async def lost_one(self, job: Job) -> bool:
-        """Whether a part ended that has members in it; the job goes back to the queue then."""
+        """Whether a part ended that has members in it; the job does without it then, or goes back to the queue."""
         for part in job.parts:
             status = self._grants.status(f"{job.id}-{part.number}") if part.state == "granted" else None
             # A part that nobody is in has lost all of its nodes, or was given back already.
-            if status is not None and status.state == "ended" and part.number in used_parts(job):
-                await self._requeue(job, f"grant {status.id} ended: {status.reason or 'no reason given'}")
+            if status is not None and status.state == "ended" and part.number in placed_parts(job):
+                await self.give_up(job, part, f"grant {status.id} ended: {status.reason or 'no reason given'}")
                 return True
         return False
 
@@ -88,8 +88,9 @@ class Parts:
         """Gives back parts that no member is in."""
         if job.placement is None or job.ending is not None or len(job.parts) < 2:
             return
+        used = placed_parts(job) | {seat.part for seat in job.retiring}
         for part in job.parts:
-            if part.number not in used_parts(job):
+            if part.number not in used:
                 await self.release(job, part)
 
     async def release(self, job: Job, part: Part) -> None:
@@ -101,14 +102,27 @@ class Parts:
             self._fleet.forget(post)
             await self._crew.forget(post)
 
-    async def _requeue(self, job: Job, cause: str) -> None:
-        await self._book.change(job.id, lambda job: jobs.requeue(job, cause, time.time()))
+    async def give_up(self, job: Job, part: Part, cause: str) -> None:
+        """Does without a part: the gang stays smaller, or goes back into the queue."""
+        await self._book.change(job.id, lambda job: growth.given_up(job, part.number, cause, time.time()))
+
+    def departures(self, job: Job) -> tuple[list[Seat], list[Seat]]:
+        """Members that have to be told to stop, and those that count as stopped: where a part is about to be given
+        back, its end is the end of agents that do not answer."""
+        stop: list[Seat] = []
+        gone: list[Seat] = []
+        kept = placed_parts(job) if job.ending is None else frozenset[int]()
+        now = time.monotonic()
+        for seat in jobs.to_stop(job):
+            over = job.parts and seat.part not in kept
+            absent = over and not self._fleet.is_available((seat.node, job.grant_id(seat.part)), now)
+            (gone if absent else stop).append(seat)
+        return stop, gone
 
 
-def used_parts(job: Job) -> frozenset[int]:
-    """Parts with a member in them, one that is about to leave included."""
-    placed = () if job.placement is None else job.placement.seats()
-    return frozenset(seat.part for seat in (*placed, *job.retiring))
+def placed_parts(job: Job) -> frozenset[int]:
+    """Parts with a member that is to stay there."""
+    return frozenset(part for places in job.placement.roles for part in places.parts) if job.placement else frozenset()
 
 
 def _with_part(job: Job, part: Part) -> Job:

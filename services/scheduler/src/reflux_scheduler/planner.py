@@ -278,14 +278,14 @@ class Planner:
                 self._lives.pop(name, None)
                 continue
             live = self._lives[name] = self._make_live(job, now)
-            if live.movable or job.ending is not None:
+            if live.movable or job.ending is not None or now < job.grow_after:
                 self._unsettled.add(job_id)
 
     def _make_live(self, job: Job, now: float) -> Live:
         demand = job.spec.demand()
         if not self._rules.shared_agents:
             demand = _not_below_first_part(job, demand)
-        if job.state == "PLACED":
+        if job.state == "PLACED" or now < job.grow_after:
             demand = _not_above_placed(job, demand)
         started = job.running_at or job.started_at or job.placed_at or now
         settled_here = job.state == "RUNNING" and job.ending is None and not job.retiring
@@ -326,7 +326,8 @@ def _waits(job: Job, text: str) -> Job:
 
 
 def _not_above_placed(job: Job, demand: GangDemand) -> GangDemand:
-    """Room that was asked for is not asked for anew because more is idle by now: a gang grows once it has started."""
+    """Room that was asked for is not asked for anew because more is idle by now: a gang grows once it has started, and
+    not soon after the cluster gave no room for that."""
     if job.placement is None or all(role.most == role.least for role in demand.roles):
         return demand
     have = {places.role: len(places.nodes) for places in job.placement.roles}
