@@ -3,7 +3,9 @@
 Uniform random load is meaningless here: at 85 % it leaves no rack with 16 free nodes. This load (M1) starts from an
 empty cluster of 175 blocks x 8 racks x 18 nodes x 4 GPUs; a random running gang departs, and gangs of a mix arrive
 until the level is reached again; one that does not fit is skipped. Gangs of up to a rack must lie in one rack, larger
-ones are segments of 16 (of 18 where only 18 divides). With `soft` the small gangs only prefer one rack.
+ones are segments of 16 (of 18 where only 18 divides). With `soft` the small gangs only prefer one rack. Nodes that go
+down do so under load, after the warm-up: the gangs on them are gone, and others arrive until the jobs hold the same
+share of the nodes that are left.
 """
 
 import time
@@ -36,7 +38,7 @@ class Snapshot:
 
     room: Room
     load: float
-    """Held nodes / all nodes."""
+    """Nodes held by jobs / nodes that are up."""
 
     refused_share: float
     """Arrivals so far that did not fit."""
@@ -56,17 +58,30 @@ class Churn:
         self._share = np.array(MIX_SHARE) / sum(MIX_SHARE)
         self._jobs: list[tuple[str, int]] = []
         self._gangs = {nodes: gang_of(nodes, soft=soft) for nodes in MIX_NODES}
-        down = self._rng.choice(topology.num_nodes, int(topology.num_nodes * down_share), replace=False)
-        self.room.open_N[down] = False
-        self.held_nodes = len(down)
+        self._down_share = down_share
+        self.num_up = topology.num_nodes
+        self.held_nodes = 0
 
     def snapshots(self, count: int, *, warm_up: int = 6000, gap: int = 200) -> Iterator[Snapshot]:
         """Copies of the room after `warm_up` departures and then after every `gap` of them."""
         self.run_until(warm_up)
+        self._take_down()
         for index in range(count):
             self.run_until(warm_up + index * gap)
             refused = self.refused / max(1, self.arrivals)
-            yield Snapshot(self.room.copy(), self.held_nodes / self.topology.num_nodes, refused)
+            yield Snapshot(self.room.copy(), self.held_nodes / self.num_up, refused)
+
+    def _take_down(self) -> None:
+        """Random nodes close at once; gangs with a member there are gone."""
+        down = self._rng.choice(self.topology.num_nodes, int(self.topology.num_nodes * self._down_share), replace=False)
+        self.room.open_N[down] = False
+        self.num_up -= len(down)
+        hit = [each for each in self._jobs if np.isin(self.room.holdings[each[0]].node_M, down).any()]
+        for job, nodes in hit:
+            self.room.release(job)
+            self.held_nodes -= nodes
+        gone = {job for job, _ in hit}
+        self._jobs = [each for each in self._jobs if each[0] not in gone]
 
     def run_until(self, departures: int) -> None:
         """Goes on until so many gangs have left, and fills up again."""
@@ -84,7 +99,7 @@ class Churn:
         self.departures += 1
 
     def _fill(self) -> None:
-        target = self.level * self.topology.num_nodes
+        target = self.level * self.num_up
         refused_in_a_row = 0
         while self.held_nodes < target and refused_in_a_row < 5:
             nodes = int(self._rng.choice(MIX_NODES, p=self._share))

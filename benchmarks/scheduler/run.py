@@ -26,6 +26,7 @@ BARS = {
     "defrag_plan_found": (">=", 1),
     "gap_mean": ("<=", 0.01),
     "gap_max": ("<=", 0.05),
+    "gap_missed": ("<=", 0),
     "golden_failed": ("<=", 0),
     "replay_jct_vs_best": ("<", 1.0),
     "replay_cross_rack_vs_best": ("<", 1.0),
