@@ -14,10 +14,10 @@ INSTALLS = {
     "scheduler": "libs/protos libs/kit libs/placement services/scheduler[kubernetes]",
     "trainer": "libs/protos libs/kit libs/runs libs/tasks libs/model libs/storage services/trainer",
     "inference-gateway": "libs/protos libs/kit services/inference-gateway",
-    "weight-broker": "libs/protos libs/kit libs/transfer services/weight-broker",
+    "weight-broker": "libs/protos libs/kit libs/weightplan libs/transfer services/weight-broker",
     "sandbox": "libs/protos libs/kit libs/tasks services/sandbox",
     "checkpoint": "libs/protos libs/kit libs/storage services/checkpoint",
-    "agent": "libs/protos libs/kit libs/placement libs/runs libs/tasks libs/storage libs/transfer libs/model "
+    "agent": "libs/protos libs/kit libs/placement libs/runs libs/tasks libs/storage libs/weightplan libs/transfer libs/model "
     "services/scheduler services/trainer[learner] services/inference-gateway[engine]",
 }
 """What the isolated test of each service installs; a new dependency between packages is added in both places."""

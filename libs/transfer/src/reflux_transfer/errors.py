@@ -75,6 +75,13 @@ class GenerationGone(TransferError, LookupError):
     """
 
 
+class PlanNotStaged(TransferError, LookupError):
+    """The source staged the generation without this reader's plan: what the plan wants packed, it has not packed.
+
+    A plan that packs nothing works with every source, by reading the pieces that cover the wanted bytes.
+    """
+
+
 class BaseMismatch(TransferError, ValueError):
     """A delta was made against weights that this process does not hold; the text names both fingerprints."""
 

@@ -1,32 +1,29 @@
 """Owns where everything lies in an arena: header, checksums, descriptions of pieces, packed runs, delta, tensors."""
 
-from collections.abc import Sequence
+import bisect
+import itertools
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
 from reflux_transfer.errors import LayoutError
-from reflux_transfer.layout import ALIGNMENT_BYTES, SLICE_BYTES, Layout, Piece
+from reflux_transfer.layout import ALIGNMENT_BYTES, SLICE_BYTES, Layout, Piece, TensorSlot
 
 HEADER_BYTES = 4096
 ROW_WORDS = 5
 NOT_PACKED = (1 << 64) - 1
+MAX_PACKINGS = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Extra:
-    """Runs of a tensor that somebody reads as one piece of its own, with one checksum over all of them.
-
-    `offset` counts from the start of the tensors area, run i begins at `offset + i * pitch`. Packed ones are gathered
-    into the pack area, so that a reader gets them by one read. A `runs` of 1 is a part of a tensor at odd borders.
-    """
+class Gather:
+    """Runs of one tensor: run i begins at `offset + i * pitch`, counted from the start of the tensors area."""
 
     offset: int
     run_bytes: int
     runs: int = 1
     pitch: int = 0
-    packed: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -39,18 +36,48 @@ class Extra:
         return self.offset + self.pitch * (self.runs - 1) + self.run_bytes
 
 
+@dataclass(frozen=True, slots=True)
+class Extra:
+    """What somebody reads as one piece of its own, with one checksum: the bytes of its gathers one after the other.
+
+    With a `place` in the pack area they are copied there side by side, so that a reader gets them by one read; without
+    one it is a single gather that is read where it lies.
+    """
+
+    gathers: tuple[Gather, ...]
+    place: int = NOT_PACKED
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all gathers."""
+        return sum(gather.nbytes for gather in self.gathers)
+
+
+@dataclass(frozen=True)
+class Packing:
+    """The extras of one plan; `tag` names the plan, places count from the start of its share of the pack area."""
+
+    tag: int
+    extras: tuple[Extra, ...]
+    pack_bytes: int = 0
+
+
 @dataclass(frozen=True)
 class Geometry:
     """The parts of an arena of one layout; offsets are bytes inside the region.
 
     Pieces are the layout's tensors cut at `slice_bytes`, in layout order; they alone make the fingerprint. Extras are
-    further pieces for readers that want other cuts; a Geometry keeps them in the order in which staging completes them.
+    further pieces for readers of other layouts, in the order in which staging completes them.
     """
 
     layout: Layout
     slice_bytes: int = SLICE_BYTES
-    wanted: Sequence[Extra] = ()
+    packings: tuple[Packing, ...] = ()
     delta_capacity: int = 0
+
+    def __post_init__(self) -> None:
+        if len(self.packings) > MAX_PACKINGS:
+            raise LayoutError(f"an arena packs for {MAX_PACKINGS} plans at most, not {len(self.packings)}")
 
     @cached_property
     def pieces(self) -> tuple[Piece, ...]:
@@ -58,9 +85,20 @@ class Geometry:
         return tuple(self.layout.pieces(self.slice_bytes))
 
     @cached_property
+    def pack_bases(self) -> tuple[int, ...]:
+        """Where the share of each packing begins in the pack area."""
+        sizes = [_aligned(packing.pack_bytes) for packing in self.packings]
+        return tuple(itertools.accumulate(sizes, initial=0))[:-1]
+
+    @cached_property
     def extras(self) -> tuple[Extra, ...]:
-        """The wanted extras without repetitions, by the piece that completes them."""
-        return tuple(sorted(dict.fromkeys(self.wanted), key=self._completing))
+        """The extras of all packings without repetitions, by the piece that completes them; places in the pack area."""
+        found = {
+            extra if extra.place == NOT_PACKED else Extra(extra.gathers, base + extra.place): None
+            for packing, base in zip(self.packings, self.pack_bases, strict=True)
+            for extra in packing.extras
+        }
+        return tuple(sorted(found, key=self._completing))
 
     @cached_property
     def due(self) -> dict[int, range]:
@@ -73,13 +111,14 @@ class Geometry:
 
     @cached_property
     def rows(self) -> np.ndarray:
-        """uint64 [pieces + extras, ROW_WORDS]: offset, bytes per run, runs, pitch, place in the pack area."""
+        """uint64 [pieces + extras, ROW_WORDS]: offset, bytes per run, runs, pitch, place in the pack area.
+
+        Of a packed one only bytes and place are told.
+        """
         rows = [(piece.slot.offset + piece.start, piece.length, 1, 0, NOT_PACKED) for piece in self.pieces]
-        packed_at = 0
         for extra in self.extras:
-            place = packed_at if extra.packed else NOT_PACKED
-            rows.append((extra.offset, extra.run_bytes, extra.runs, extra.pitch, place))
-            packed_at += _aligned(extra.nbytes) if extra.packed else 0
+            first = extra.gathers[0] if extra.place == NOT_PACKED else Gather(0, extra.nbytes)
+            rows.append((first.offset, first.run_bytes, first.runs, first.pitch, extra.place))
         return np.array(rows, "<u8").reshape(-1, ROW_WORDS)
 
     @property
@@ -100,7 +139,7 @@ class Geometry:
     @cached_property
     def delta_offset(self) -> int:
         """Where an encoded delta begins."""
-        return self.pack_offset + sum(_aligned(extra.nbytes) for extra in self.extras if extra.packed)
+        return self.pack_offset + sum(_aligned(packing.pack_bytes) for packing in self.packings)
 
     @cached_property
     def tensors_offset(self) -> int:
@@ -113,14 +152,18 @@ class Geometry:
         return self.tensors_offset + self.layout.region_bytes
 
     def _completing(self, extra: Extra) -> int:
-        last = extra.end - 1
-        for slot in self._by_offset:
-            if slot.offset <= extra.offset and last < slot.end and extra.runs >= 1 and extra.run_bytes >= 1:
-                return self._first_pieces[slot.name] + (last - slot.offset) // self.slice_bytes
-        raise LayoutError(f"bytes [{extra.offset}, {extra.end}) do not lie inside one tensor")
+        return max(self._last_piece(gather) for gather in extra.gathers)
+
+    def _last_piece(self, gather: Gather) -> int:
+        last = gather.end - 1
+        at = bisect.bisect_right(self._by_offset, gather.offset, key=lambda slot: slot.offset) - 1
+        if at < 0 or last >= self._by_offset[at].end or gather.runs < 1 or gather.run_bytes < 1:
+            raise LayoutError(f"bytes [{gather.offset}, {gather.end}) do not lie inside one tensor")
+        slot = self._by_offset[at]
+        return self._first_pieces[slot.name] + (last - slot.offset) // self.slice_bytes
 
     @cached_property
-    def _by_offset(self) -> list:
+    def _by_offset(self) -> list[TensorSlot]:
         return sorted(self.layout.slots, key=lambda slot: slot.offset)
 
     @cached_property

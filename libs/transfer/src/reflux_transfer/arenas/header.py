@@ -1,11 +1,11 @@
 """Owns the first page of an arena: which generation it holds and how much of it is ready, written in place while others
 read it one-sided.
 
-Format, little-endian u64 words in the order of the fields of `Header`, from byte 0; the reason of a failure as UTF-8
-from byte 1024. The owner writes the words of the generation first when it claims an arena and data last, then
-`ready_pieces` after the pieces: a reader that reads the header, then data, then the header again and finds the same
-generation has read bytes of that generation. Aligned words are single stores; x86 keeps their order, elsewhere the
-fence of `_store` does.
+Format, little-endian u64 words in the order of the fields of `Header`, from byte 0; tag and pack base of each packing
+from byte 512; the reason of a failure as UTF-8 from byte 1024. The owner writes the words of the generation first when
+it claims an arena and data last, then `ready_pieces` after the pieces: a reader that reads the header, then data, then
+the header again and finds the same generation has read bytes of that generation. Aligned words are single stores; x86
+keeps their order, elsewhere the fence of `_store` does.
 """
 
 import threading
@@ -14,10 +14,11 @@ from enum import IntEnum
 
 import numpy as np
 
-from reflux_transfer.arenas.geometry import HEADER_BYTES, Geometry
+from reflux_transfer.arenas.geometry import HEADER_BYTES, MAX_PACKINGS, Geometry
 from reflux_transfer.errors import GenerationGone, WrongHandle
 
 _MAGIC = 0x31414E455241_5852  # "RXARENA1"
+_PACKINGS = slice(512, 512 + 16 * MAX_PACKINGS)
 _REASON = slice(1024, HEADER_BYTES)
 
 
@@ -58,6 +59,7 @@ class Header:
     delta_base: int
     """Fingerprint of the weights that the delta is made against."""
     tensors_offset: int
+    packings: int
     reason_bytes: int
 
     @classmethod
@@ -67,6 +69,11 @@ class Header:
         if header.magic != _MAGIC:
             raise WrongHandle("the region has no header of a weight arena")
         return header
+
+    def pack_base(self, tag: int, page: memoryview) -> int | None:
+        """Where the bytes that are packed for a plan begin in the pack area; none if the arena is not made for it."""
+        pairs = np.frombuffer(page[_PACKINGS], "<u8").reshape(-1, 2)[: self.packings].tolist()
+        return dict(pairs).get(tag)
 
     def check(self, generation: int, page: memoryview) -> None:
         """Raises `GenerationGone` unless the arena holds the generation, complete or being filled."""
@@ -93,15 +100,22 @@ class OwnedHeader:
         self._fence = threading.Lock()
         rows = view[geometry.rows_offset : geometry.rows_offset + geometry.rows.nbytes]
         np.frombuffer(rows, "<u8")[:] = geometry.rows.reshape(-1)
+        pairs = [(packing.tag, base) for packing, base in zip(geometry.packings, geometry.pack_bases, strict=True)]
+        np.frombuffer(self._page[_PACKINGS], "<u8").reshape(-1, 2)[: len(pairs)] = np.array(pairs, "<u8").reshape(-1, 2)
         first = Header(_MAGIC, 0, State.EMPTY, geometry.slice_bytes, 0, len(geometry.pieces), 0, len(geometry.extras),
                        0, 0, 0, geometry.table_offset, geometry.rows_offset, geometry.pack_offset,
-                       geometry.delta_offset, 0, 0, 0, geometry.tensors_offset, 0)  # fmt: skip
+                       geometry.delta_offset, 0, 0, 0, geometry.tensors_offset, len(geometry.packings), 0)  # fmt: skip
         self._words[: len(_WORD)] = astuple(first)
 
     @property
     def generation(self) -> int:
         """The generation that the arena holds or held last."""
         return int(self._words[_WORD["generation"]])
+
+    @property
+    def fingerprint(self) -> int:
+        """That of the generation once it is sealed."""
+        return int(self._words[_WORD["fingerprint"]])
 
     @property
     def state(self) -> State:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from reflux_transfer.arenas.geometry import Extra, Geometry
+from reflux_transfer.arenas.geometry import Geometry, Packing
 from reflux_transfer.arenas.header import OwnedHeader, State
 from reflux_transfer.arenas.memory import allocate
 from reflux_transfer.arenas.staging import Staging
@@ -36,15 +36,22 @@ class PublisherArenas:
 
     An arena is free when nobody holds a lease on it. The generation that was pinned last (the committed one) stays
     readable for late joiners until another is pinned, so that at most one sync can be under way: begin, write, lease,
-    pin or release. All methods may be called from any thread. `extras` are the cuts that readers of other layouts want
-    (see `Extra`).
+    pin or release. All methods may be called from any thread. `packings` are the plans of readers with other layouts
+    (see `arenas.packing`);
+    `delta_share` is the room for deltas beside the weights, in parts of their size.
     """
 
     def __init__(
-        self, backend: TransferBackend, layout: Layout, slice_bytes: int = SLICE_BYTES, *, extras: Sequence[Extra] = ()
+        self,
+        backend: TransferBackend,
+        layout: Layout,
+        slice_bytes: int = SLICE_BYTES,
+        *,
+        packings: Sequence[Packing] = (),
+        delta_share: float = 0.0,
     ) -> None:
         self.layout, self.slice_bytes, self.transport = layout, slice_bytes, backend.name
-        self._geometry = Geometry(layout, slice_bytes, tuple(extras))
+        self._geometry = Geometry(layout, slice_bytes, tuple(packings), int(delta_share * layout.region_bytes))
         self._backend = backend
         regions = [allocate(backend, self._geometry.region_bytes) for _ in range(2)]
         self._arenas = [_Arena(region, OwnedHeader(region.view, self._geometry)) for region in regions]
@@ -95,6 +102,11 @@ class PublisherArenas:
         """The tensors of a generation. Raises `KeyError` when it is gone."""
         with self._changed:
             return self._find(generation).region.view[self._geometry.tensors_offset :]
+
+    def fingerprint(self, generation: int) -> int:
+        """Of a generation that was written. Raises `KeyError` when it is gone."""
+        with self._changed:
+            return self._find(generation).header.fingerprint
 
     def close(self) -> None:
         """Withdraws both arenas."""

@@ -3,14 +3,15 @@
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from reflux_transfer import fingerprint
 from reflux_transfer.arenas.geometry import Geometry
 from reflux_transfer.arenas.header import OwnedHeader, State
 from reflux_transfer.arenas.memory import allocate
 from reflux_transfer.backends.base import TransferBackend
+from reflux_transfer.handles import ANYWHERE, Scope
 from reflux_transfer.layout import SLICE_BYTES, Layout
 from reflux_transfer.pulling.report import PullReport
 from reflux_transfer.regions import LocalRegion
@@ -80,9 +81,8 @@ class ReplicaArenas:
         """Makes the shadow live."""
         self.live_index = self.shadow_index
 
-    def offer(self, index: int, generation: int, *scope: Any, report: PullReport | None = None) -> bytes:
-        """Handle of a buffer that holds verified weights, for readers that know `generation`; `scope` goes to the
-        backend.
+    def offer(self, index: int, generation: int, scope: Scope = ANYWHERE, *, report: PullReport | None = None) -> bytes:
+        """Handle of a buffer that holds verified weights, for readers that know `generation`.
 
         `report` is that of the pull that filled it: it has the checksums already and the fingerprint of the whole
         version. Without them the buffer is hashed, so call it in a thread. Nobody may change the buffer until
@@ -97,7 +97,7 @@ class ReplicaArenas:
             buffer.header.ready(piece, checksum)
         whole = fingerprint.tree(checksums)
         buffer.header.seal(whole, report.fingerprint if report else whole)
-        return self._backend.describe(buffer.region, *scope)
+        return self._backend.describe(buffer.region, replace(scope, generation=generation))
 
     def lease(self, generation: int, holder: str, seconds: float) -> None:
         """A reader is on its way: a pull into the buffer waits for it. Raises `KeyError` when it is gone."""

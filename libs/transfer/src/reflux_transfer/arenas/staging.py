@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Protocol, Self
 
@@ -12,7 +13,9 @@ import xxhash
 from reflux_transfer import fingerprint
 from reflux_transfer.arenas.geometry import NOT_PACKED, Geometry
 from reflux_transfer.arenas.header import OwnedHeader, State
+from reflux_transfer.delta.codec import Encoded, encode
 from reflux_transfer.errors import LayoutError
+from reflux_transfer.handles import ANYWHERE, Scope
 from reflux_transfer.layout import ITEM_BYTES, TensorSlot
 
 Cast = Callable[[Any, memoryview], None]
@@ -24,6 +27,14 @@ class Owner(Protocol):
 
     def staged(self, generation: int, complete: bool) -> None:
         """The arena may be read (complete) or claimed again."""
+        ...
+
+    def view(self, generation: int) -> memoryview:
+        """The tensors of a generation. Raises `KeyError` when it is gone."""
+        ...
+
+    def fingerprint(self, generation: int) -> int:
+        """That of its tensors. Raises `KeyError` when it is gone."""
         ...
 
 
@@ -39,24 +50,32 @@ class Staging:
     """A generation of an arena that is being filled. Leaving the context without `write` fails it."""
 
     def __init__(
-        self, owner: Owner, header: OwnedHeader, geometry: Geometry, view: memoryview, describe: Callable[..., bytes]
+        self,
+        owner: Owner,
+        header: OwnedHeader,
+        geometry: Geometry,
+        view: memoryview,
+        describe: Callable[[Scope], bytes],
     ) -> None:
         self.generation = header.generation
         self.seconds = 0.0
         """How long `write` took."""
+        self.delta: Encoded | None = None
+        """The delta that lies in the arena beside the weights."""
         self._owner, self._header, self._geometry, self._view, self._describe = owner, header, geometry, view, describe
         self._tensors = view[geometry.tensors_offset :]
         self._open = True
 
-    def offer(self, *scope: Any) -> bytes:
-        """The handle for readers, valid as soon as the staging exists; `scope` goes to the backend."""
-        return self._describe(*scope)
+    def offer(self, scope: Scope = ANYWHERE) -> bytes:
+        """The handle for readers, valid as soon as the staging exists."""
+        return self._describe(replace(scope, generation=self.generation))
 
-    def write(self, tensors: Mapping[str, Any], cast: Cast = copy) -> int:
+    def write(self, tensors: Mapping[str, Any], cast: Cast = copy, *, base: int | None = None) -> int:
         """Fills the arena from name -> array (numpy or torch) and seals it; returns the fingerprint.
 
-        Arrays have the layout's number of elements; `cast` gets flat parts of them of at most a piece. Any exception
-        fails the generation for its readers. Raises `LayoutError` naming tensors.
+        Arrays have the layout's number of elements; `cast` gets flat parts of them of at most a piece. With `base`, a
+        leased or pinned generation, the difference to it is added, unless it is too dense. Any exception fails the
+        generation for its readers. Raises `LayoutError` naming tensors and `KeyError` for a base that is gone.
         """
         start = time.monotonic()
         with self:
@@ -75,6 +94,8 @@ class Staging:
                 for extra in self._geometry.due.get(index, ()):
                     self._header.extra_ready(extra, self._gather(extra))
             whole = fingerprint.tree(checksums)
+            if base is not None:
+                self._encode(base)
             self._open = False
             self._header.seal(whole)
             self._owner.staged(self.generation, True)
@@ -96,6 +117,14 @@ class Staging:
     ) -> None:
         self.fail(f"{kind.__name__}: {error}" if kind else "nothing was written")
 
+    def _encode(self, base: int) -> None:
+        begin, capacity = self._geometry.delta_offset, self._geometry.delta_capacity
+        place, named = self._view[begin : begin + capacity], self._owner.fingerprint(base)
+        self.delta = encode(self._owner.view(base), self._tensors, place, base_fingerprint=named)
+        if self.delta:
+            length = self.delta.length
+            self._header.delta_ready(length, xxhash.xxh3_64_intdigest(place[:length]), named)
+
     def _flat(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
         layout = self._geometry.layout
         missing = [slot.name for slot in layout.slots if slot.name not in tensors]
@@ -105,20 +134,22 @@ class Staging:
         return {slot.name: _flattened(tensors[slot.name], slot) for slot in layout.slots}
 
     def _gather(self, index: int) -> int:
-        """Checksum over the runs of an extra, which are copied side by side if it is a packed one."""
-        row = self._geometry.rows[len(self._geometry.pieces) + index].tolist()
-        offset, run_bytes, runs, pitch, packed_at = row
-        shape, strides = (runs, run_bytes), (pitch or run_bytes, 1)
-        found = np.ndarray(shape, np.uint8, self._tensors, offset, strides)
-        if packed_at == NOT_PACKED:
-            digest = xxhash.xxh3_64()
-            for run in found:
-                digest.update(run)
-            return digest.intdigest()
-        begin = self._geometry.pack_offset + packed_at
-        place = self._view[begin : begin + run_bytes * runs]
-        np.frombuffer(place, np.uint8).reshape(shape)[...] = found
-        return xxhash.xxh3_64_intdigest(place)
+        """Checksum over the bytes of an extra, which are copied side by side if it is a packed one."""
+        extra = self._geometry.extras[index]
+        packed, digest = extra.place != NOT_PACKED, xxhash.xxh3_64()
+        at = self._geometry.pack_offset + extra.place
+        for gather in extra.gathers:
+            shape, strides = (gather.runs, gather.run_bytes), (gather.pitch, 1)
+            runs: np.ndarray = np.ndarray(shape, np.uint8, self._tensors, gather.offset, strides)
+            if packed:
+                place = self._view[at : at + gather.nbytes]
+                np.frombuffer(place, np.uint8).reshape(shape)[...] = runs
+                digest.update(place)
+                at += gather.nbytes
+            else:
+                for run in runs:
+                    digest.update(run)
+        return digest.intdigest()
 
 
 def _flattened(tensor: Any, slot: TensorSlot) -> Any:

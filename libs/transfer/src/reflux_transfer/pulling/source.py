@@ -1,6 +1,7 @@
 """A reader's view of one arena: its header and checksums, read again and again while the owner fills it."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,7 +10,7 @@ from reflux_transfer.arenas.geometry import HEADER_BYTES, ROW_WORDS
 from reflux_transfer.arenas.header import READ_BYTES, Header, State
 from reflux_transfer.backends.base import TransferBackend
 from reflux_transfer.errors import ReadDeadlineExceeded, WrongHandle
-from reflux_transfer.regions import LocalRegion, RemoteRegion
+from reflux_transfer.regions import LocalRegion, RemoteRegion, Run
 
 _READ_SECONDS = 10.0
 """A read that takes longer than this is an error: a path that slow is broken, and a cancelled pull has to end."""
@@ -28,11 +29,12 @@ class ArenaReader:
     """Reads one source until a monotonic time `end`. Every method raises what `TransferBackend.read` raises."""
 
     def __init__(self, backend: TransferBackend, source: RemoteSource, end: float) -> None:
-        self.rank, self.seconds, self.bytes = source.rank, 0.0, 0
+        self.rank, self.seconds = source.rank, 0.0
         self._backend, self._source, self._end = backend, source, end
         page = self._peek(0, HEADER_BYTES)
         self.header = Header.parse(page)
         self.header.check(source.generation, page)
+        self._page = page
         count = self.header.pieces + self.header.extras
         if min(self.header.table_offset, self.header.rows_offset) + 8 * count > source.region.length:
             raise WrongHandle("the arena's header names a table outside of its region")
@@ -53,6 +55,10 @@ class ArenaReader:
         """Whether the last refresh saw the generation complete."""
         return self.header.state == State.SEALED
 
+    def pack_base(self, tag: int) -> int | None:
+        """Where the bytes that are packed for a plan begin; none when the source was not staged for it."""
+        return self.header.pack_base(tag, self._page)
+
     def refresh(self) -> None:
         """Reads the header, then the checksums that became ready. Raises `GenerationGone`.
 
@@ -70,13 +76,21 @@ class ArenaReader:
 
     def read(self, remote_offset: int, local: LocalRegion, local_offset: int, length: int) -> None:
         """One read, until the end of the pull at most."""
-        before = time.monotonic()
-        left = self._end - before
+        before, seconds = time.monotonic(), self._left()
+        self._backend.read(self._source.region, remote_offset, local, local_offset, length, seconds)
+        self.seconds += time.monotonic() - before
+
+    def read_runs(self, local: LocalRegion, runs: Sequence[Run]) -> None:
+        """Many reads, in few requests where the backend can."""
+        before, seconds = time.monotonic(), self._left()
+        self._backend.read_runs(self._source.region, local, runs, seconds)
+        self.seconds += time.monotonic() - before
+
+    def _left(self) -> float:
+        left = self._end - time.monotonic()
         if left <= 0:
             raise ReadDeadlineExceeded("the pull did not end in time")
-        self._backend.read(self._source.region, remote_offset, local, local_offset, length, min(left, _READ_SECONDS))
-        self.seconds += time.monotonic() - before
-        self.bytes += length
+        return min(left, _READ_SECONDS)
 
     def _take(self, kind: int, first: int, ready: int) -> None:
         known = self._known[kind]

@@ -1,13 +1,13 @@
 """Turns moves into steps, each of which is verified by one checksum of the source. Pure."""
 
 import bisect
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from reflux_transfer.arenas.geometry import NOT_PACKED
-from reflux_transfer.errors import LayoutError
+from reflux_transfer.errors import LayoutError, PlanNotStaged
 from reflux_transfer.layout import ALIGNMENT_BYTES
 from reflux_transfer.pulling.whole import Move
 
@@ -28,18 +28,28 @@ class Direct:
 
 @dataclass(slots=True)
 class Runs:
-    """An extra: runs under one checksum, packed at the source or not. `piece` is the one that completes it there."""
+    """An extra that is read where it lies: runs under one checksum."""
 
-    piece: int
     extra: int
     tensor: str
     remote_offset: int
     remote_pitch: int
-    packed_at: int
     local_offset: int
     local_pitch: int
     run_bytes: int
     runs: int
+
+
+@dataclass(slots=True)
+class Packed:
+    """A packed extra: one range of the pack area, read into scratch memory and scattered from there."""
+
+    extra: int
+    tensor: str
+    place: int
+    length: int
+    moves: list[tuple[int, Move]] = field(default_factory=list)
+    """Where the bytes of a move begin in the range."""
 
 
 @dataclass(slots=True)
@@ -56,54 +66,77 @@ class Cover:
     copies: list[tuple[int, int, int]] = field(default_factory=list)
 
 
-Step = Direct | Runs | Cover
+Main = Direct | Cover
+More = Runs | Packed
 
 
-def steps(rows: np.ndarray, pieces: int, moves: Sequence[Move]) -> list[Step]:
-    """What to read from a source with these `rows` (see `Geometry.rows`), in the order in which it becomes ready.
+@dataclass(frozen=True)
+class Steps:
+    """What to read from a source, in the order in which it becomes ready: pieces, and extras beside them."""
 
-    Raises `LayoutError` naming a tensor whose bytes lie in no piece.
+    pieces: list[Main]
+    extras: list[More]
+
+
+def steps(rows: np.ndarray, pieces: int, moves: Iterable[Move], pack_base: int | None = None) -> Steps:
+    """The steps of a source with these `rows` (see `Geometry.rows`); `pack_base` is where its share of the pack area
+    begins.
+
+    Raises `LayoutError` naming a tensor whose bytes lie in no piece, and `PlanNotStaged` for packed moves that the
+    source does not pack.
     """
-    return _Planner(rows, pieces).steps(moves)
+    return _Planner(rows, pieces, pack_base).steps(moves)
 
 
 class _Planner:
-    def __init__(self, rows: np.ndarray, pieces: int) -> None:
+    def __init__(self, rows: np.ndarray, pieces: int, pack_base: int | None) -> None:
         table = rows.tolist()
-        self._main, self._extras = table[:pieces], table[pieces:]
+        self._main, self._extras, self._pack_base = table[:pieces], table[pieces:], pack_base
         self._order = sorted(range(pieces), key=lambda index: self._main[index][0])
         self._starts = [self._main[index][0] for index in self._order]
-        self._by_key = {
-            (offset, run_bytes, runs, pitch if runs > 1 else 0, place != NOT_PACKED): index
-            for index, (offset, run_bytes, runs, pitch, place) in enumerate(self._extras)
-        }
+        self._by_key = {tuple(row): index for index, row in enumerate(self._extras) if row[4] == NOT_PACKED}
+        self._packed = sorted((row[4], index) for index, row in enumerate(self._extras) if row[4] != NOT_PACKED)
+        self._covers: dict[int, Cover] = {}
+        self._packs: dict[int, Packed] = {}
 
-    def steps(self, moves: Sequence[Move]) -> list[Step]:
-        found: list[Step] = []
-        covers: dict[int, Cover] = {}
+    def steps(self, moves: Iterable[Move]) -> Steps:
+        """All moves."""
+        main: list[Main] = []
+        more: list[More] = []
         for move in moves:
+            if move.packed:
+                self._pack(move)
+                continue
             pitch = move.source_pitch if move.runs > 1 else 0
-            extra = self._by_key.get((move.source_offset, move.run_bytes, move.runs, pitch, move.packed))
+            extra = self._by_key.get((move.source_offset, move.run_bytes, move.runs, pitch, NOT_PACKED))
             if extra is not None:
-                found.append(self._runs(extra, move))
+                more.append(Runs(extra, move.tensor, move.source_offset, pitch, move.target_offset, move.target_pitch,
+                                 move.run_bytes, move.runs))  # fmt: skip
                 continue
             for run in range(move.runs):
                 remote = move.source_offset + run * move.source_pitch
                 local = move.target_offset + run * move.target_pitch
-                found.extend(self._contiguous(move.tensor, remote, local, move.run_bytes, covers))
-        found.extend(covers.values())
-        found.sort(key=lambda step: (step.piece, isinstance(step, Runs)))
-        _join(found)
-        return found
+                main.extend(self._contiguous(move.tensor, remote, local, move.run_bytes))
+        more.extend(self._packs.values())
+        main.extend(self._covers.values())
+        main.sort(key=lambda step: step.piece)
+        _join(main, alone=not more)
+        return Steps(main, sorted(more, key=lambda step: step.extra))
 
-    def _runs(self, extra: int, move: Move) -> Runs:
-        offset, run_bytes, runs, pitch, packed_at = self._extras[extra]
-        piece = self._at(offset + pitch * (runs - 1) + run_bytes - 1, move.tensor)
-        return Runs(piece, extra, move.tensor, offset, pitch, packed_at, move.target_offset, move.target_pitch,
-                    run_bytes, runs)  # fmt: skip
+    def _pack(self, move: Move) -> None:
+        position = (self._pack_base or 0) + move.source_offset
+        at = bisect.bisect_right(self._packed, (position, len(self._extras))) - 1
+        if self._pack_base is None or at < 0:
+            raise PlanNotStaged(f"{move.tensor}: the source has packed nothing for this plan")
+        place, extra = self._packed[at]
+        length = self._extras[extra][1]
+        if position + move.run_bytes * move.runs > place + length:
+            raise PlanNotStaged(f"{move.tensor}: the source has packed other bytes for this plan")
+        step = self._packs.setdefault(extra, Packed(extra, move.tensor, place, length))
+        step.moves.append((position - place, move))
 
-    def _contiguous(self, tensor: str, remote: int, local: int, length: int, covers: dict[int, Cover]) -> list[Step]:
-        found: list[Step] = []
+    def _contiguous(self, tensor: str, remote: int, local: int, length: int) -> list[Main]:
+        found: list[Main] = []
         done = 0
         while done < length:
             piece = self._at(remote + done, tensor)
@@ -113,7 +146,7 @@ class _Planner:
             if count == size:
                 found.append(Direct(piece, tensor, offset, local + done, size))
             else:
-                cover = covers.setdefault(piece, Cover(piece, tensor, offset, size))
+                cover = self._covers.setdefault(piece, Cover(piece, tensor, offset, size))
                 cover.copies.append((skip, local + done, count))
             done += count
         return found
@@ -129,11 +162,11 @@ class _Planner:
         raise LayoutError(f"{tensor}: byte {position} of the source lies in none of its pieces")
 
 
-def _join(found: list[Step]) -> None:
+def _join(found: list[Main], alone: bool) -> None:
     """Marks neighbours. Alignment gaps may be overwritten, but never bytes of another step: where runs are scattered,
     a gap may be theirs.
     """
-    gap = ALIGNMENT_BYTES if all(isinstance(step, Direct) for step in found) else 1
+    gap = ALIGNMENT_BYTES if alone and all(isinstance(step, Direct) for step in found) else 1
     places = sorted(range(len(found)), key=lambda index: _first_byte(found[index]))
     before = dict(zip(places[1:], places, strict=False))
     for index, step in enumerate(found):
@@ -144,5 +177,5 @@ def _join(found: list[Step]) -> None:
             step.joins = same_shift and 0 <= between < gap
 
 
-def _first_byte(step: Step) -> int:
+def _first_byte(step: Main) -> int:
     return min(copy[1] for copy in step.copies) if isinstance(step, Cover) else step.local_offset

@@ -1,0 +1,103 @@
+"""Pulls a delta and rebuilds the weights from the base that this process holds."""
+
+import time
+from collections.abc import Callable
+
+import numpy as np
+import xxhash
+
+from reflux_transfer import fingerprint
+from reflux_transfer.backends.base import TransferBackend
+from reflux_transfer.delta.codec import decode
+from reflux_transfer.errors import BaseMismatch, ChecksumMismatch, DeltaDamaged, ReadCancelled, ReadDeadlineExceeded
+from reflux_transfer.layout import Layout
+from reflux_transfer.pulling.report import PullReport
+from reflux_transfer.pulling.source import ArenaReader, RemoteSource
+from reflux_transfer.pulling.stream import follow
+from reflux_transfer.pulling.whole import whole
+from reflux_transfer.regions import LocalRegion
+
+_NAP_SECONDS = 0.001
+_READ_BYTES = 4 << 20
+
+
+def follow_delta(
+    backend: TransferBackend,
+    remote: RemoteSource,
+    local: LocalRegion,
+    layout: Layout,
+    *,
+    base: memoryview,
+    base_fingerprint: int,
+    deadline_seconds: float,
+    cancelled: Callable[[], bool] = lambda: False,
+) -> PullReport:
+    """Waits until the generation is sealed, pulls its delta and applies it to `base` (tensors of the same layout).
+
+    `base` may be the local region's own memory. A generation without a delta, because it would have been too dense, is
+    pulled in full. Raises `BaseMismatch` before it writes anything: pull in full then. `DeltaDamaged` and what `follow`
+    raises leave unknown bytes in the local region. `bytes` of the report are those of the delta.
+    """
+    start = time.monotonic()
+    reader = ArenaReader(backend, remote, start + deadline_seconds)
+    try:
+        _await_sealed(reader, start + deadline_seconds, cancelled)
+        header = reader.header
+        if header.delta_bytes:
+            if header.delta_base != base_fingerprint:
+                raise BaseMismatch(
+                    f"the delta is against {header.delta_base:016x}, the weights here are {base_fingerprint:016x}"
+                )
+            encoded = _read(backend, reader, cancelled)
+            decode(encoded, base, local.view[: len(base)], base_fingerprint=base_fingerprint)
+            checksums = _verified(reader, local, layout)
+            reader.refresh()  # the generation was the same until the end
+            seconds, version = time.monotonic() - start, header.version or header.fingerprint
+            return PullReport(
+                header.delta_bytes, len(checksums), seconds, reader.seconds, version, header.slice_bytes, checksums
+            )
+    finally:
+        reader.close()
+    left = deadline_seconds - (time.monotonic() - start)
+    return follow(backend, [remote], local, whole(layout), deadline_seconds=left, cancelled=cancelled)
+
+
+def _await_sealed(reader: ArenaReader, end: float, cancelled: Callable[[], bool]) -> None:
+    reader.refresh()
+    while not reader.sealed:
+        if cancelled():
+            raise ReadCancelled("the pull was cancelled before its delta was there")
+        if time.monotonic() > end:
+            raise ReadDeadlineExceeded("the source had not written its delta in time")
+        time.sleep(_NAP_SECONDS)
+        reader.refresh()
+
+
+def _read(backend: TransferBackend, reader: ArenaReader, cancelled: Callable[[], bool]) -> memoryview:
+    header = reader.header
+    memory = backend.register(np.zeros(header.delta_bytes, np.uint8))
+    try:
+        for done in range(0, header.delta_bytes, _READ_BYTES):
+            if cancelled():
+                raise ReadCancelled("the pull of a delta was cancelled")
+            reader.read(header.delta_offset + done, memory, done, min(_READ_BYTES, header.delta_bytes - done))
+    finally:
+        backend.unregister(memory)
+    actual = xxhash.xxh3_64_intdigest(memory.view)
+    if actual != header.delta_checksum:
+        reader.refresh()  # a generation that was overwritten is gone, not damaged
+        raise ChecksumMismatch("the delta", 0, header.delta_bytes, header.delta_checksum, actual)
+    return memory.view
+
+
+def _verified(reader: ArenaReader, local: LocalRegion, layout: Layout) -> tuple[int, ...]:
+    """Checksums of what the delta made, which are the published ones."""
+    header = reader.header
+    found = fingerprint.piece_checksums(local.view, layout, header.slice_bytes)
+    expected = reader.checksums[: header.pieces].tolist()
+    for piece, ours, theirs in zip(layout.pieces(header.slice_bytes), found, expected, strict=False):
+        if ours != theirs:
+            raise DeltaDamaged(f"{piece.slot.name} is {ours:016x} after the delta, published was {theirs:016x}")
+    if fingerprint.tree(found) != header.fingerprint:
+        raise DeltaDamaged("the weights after the delta have another layout than the published ones")
+    return tuple(found)
