@@ -36,9 +36,9 @@ class TensorSpec:
 @dataclass(frozen=True)
 class SpecLayout:
     """Tensors on a mesh. Every rank's region holds its parts in list order, each local tensor aligned to 256 bytes.
-    Without places every rank is a host of its own.
 
-    Raises `LayoutRefused` for names or sizes that contradict each other.
+    Without places every rank is a host of its own. Raises `LayoutRefused` when names, sizes, cuts or pins contradict
+    each other or the mesh.
     """
 
     mesh: Mesh
@@ -52,10 +52,31 @@ class SpecLayout:
         if not self.tensors:
             raise LayoutRefused("the layout has no tensors")
         seen: set[str] = set()
+        checked: set[tuple[int, int]] = set()
         for tensor in self.tensors:
             if not tensor.name or tensor.name in seen:
                 raise LayoutRefused(f"tensor {tensor.name!r} appears twice or has no name")
             seen.add(tensor.name)
+            if any(size < 1 for size in tensor.shape):
+                raise LayoutRefused(f"tensor {tensor.name} has shape {list(tensor.shape)}; sizes are at least 1")
+            item_bytes(tensor.name, tensor.dtype)
+            if (key := (id(tensor.placement), len(tensor.shape))) not in checked:
+                self._check_placement(tensor)
+                checked.add(key)
+
+    def _check_placement(self, tensor: TensorSpec) -> None:
+        sizes = dict(self.mesh.axes)
+        for cut in tensor.placement.cuts:
+            if not 0 <= cut.dim < len(tensor.shape) or cut.unit < 1:
+                raise LayoutRefused(f"tensor {tensor.name} has no dimension {cut.dim} to cut in units of {cut.unit}")
+            self.mesh.flattened(cut.axis)
+        for axis, coordinate in tensor.placement.pinned:
+            if not 0 <= coordinate < sizes.get(axis, 0):
+                raise LayoutRefused(f"tensor {tensor.name} is pinned to {axis}={coordinate}; axes are {sizes}")
+        cut_axes = [axis for cut in tensor.placement.cuts for axis in cut.axis.split("+")]
+        used = cut_axes + [axis for axis, _ in tensor.placement.pinned]
+        if len(set(used)) != len(used):
+            raise LayoutRefused(f"tensor {tensor.name} uses an axis of {used} twice")
 
     @cached_property
     def nbytes(self) -> int:
