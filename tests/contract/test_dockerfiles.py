@@ -17,8 +17,8 @@ INSTALLS = {
     "weight-broker": "libs/protos libs/kit libs/weightplan libs/transfer services/weight-broker",
     "sandbox": "libs/protos libs/kit libs/tasks services/sandbox",
     "checkpoint": "libs/protos libs/kit libs/storage services/checkpoint",
-    "agent": "libs/protos libs/kit libs/placement libs/runs libs/tasks libs/storage libs/weightplan libs/transfer libs/model "
-    "services/scheduler services/trainer[learner] services/inference-gateway[engine]",
+    "agent": "libs/protos libs/kit libs/placement libs/runs libs/tasks libs/storage libs/weightplan libs/transfer "
+    "libs/model services/scheduler services/trainer[learner] services/inference-gateway[engine]",
 }
 """What the isolated test of each service installs; a new dependency between packages is added in both places."""
 PORTS = {
