@@ -1,6 +1,45 @@
-"""Lets tests import their helper module although pytest runs in importlib mode."""
+"""Fixtures of the conformance suite: a case is one backend in one set-up, always between two real processes."""
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))  # helper modules, although pytest runs in importlib mode
+
+from owner_process import NIXL, SIZE, Owner
+
+from reflux_transfer.backends.base import TransferBackend
+from reflux_transfer.errors import BackendUnavailable
+from reflux_transfer.registry import open_backend
+
+CASES = ["shm", "ucx", "ucx-tcp", "tcp", *NIXL]
+
+
+@pytest.fixture(params=CASES)
+def case(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Backend name; "ucx-tcp" is ucx in error mode PEER, as towards another host."""
+    name = request.param
+    if name == "ucx-tcp":
+        monkeypatch.setenv("REFLUX_TRANSFER_UCX_TRANSPORTS", "tcp,self")
+    return name.partition("-")[0]
+
+
+@pytest.fixture
+def backend(case: str) -> Iterator[TransferBackend]:
+    try:
+        opened = open_backend(case)
+    except BackendUnavailable as error:
+        if case == "nixl":
+            raise  # it was asked for
+        pytest.skip(str(error))
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def owner(backend: TransferBackend) -> Iterator[Owner]:
+    process = Owner(backend.name, SIZE)
+    yield process
+    process.close()

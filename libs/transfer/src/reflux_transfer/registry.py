@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from reflux_transfer.backends.base import TransferBackend
+from reflux_transfer.backends.nixl import NixlBackend
 from reflux_transfer.backends.shm import ShmBackend
 from reflux_transfer.backends.tcp import TcpBackend
 from reflux_transfer.backends.ucx import UcxBackend
@@ -12,6 +13,7 @@ BACKENDS: dict[BackendName, Callable[[TransferSettings], TransferBackend]] = {
     "shm": ShmBackend,
     "ucx": UcxBackend,
     "tcp": TcpBackend,
+    "nixl": NixlBackend,
 }
 
 

@@ -23,6 +23,7 @@ from reflux_transfer.errors import (
     ReadDeadlineExceeded,
     RegionClosed,
     TransferError,
+    WrongHandle,
 )
 from reflux_transfer.handles import ANYWHERE, Scope
 from reflux_transfer.peer import PeerWatch, ProcessIdentity
@@ -149,6 +150,8 @@ class TcpBackend(TransferBackend):
         envelope = handles.unseal(handle, self.name, scope=scope, **types)
         identity = ProcessIdentity.from_json(envelope["owner"])
         token = handles.hex_field(envelope, "token")
+        if len(token) != wire.TOKEN_BYTES:
+            raise WrongHandle(f"the handle's token has {len(token)} bytes, not {wire.TOKEN_BYTES}")
         offer = struct.pack("<Q16s", envelope["region"], token)
         address = (envelope["host"], envelope["port"])
         watch = PeerWatch(identity) if identity.on_this_host() else None

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 REQUEST, RANGE = struct.Struct("<Q16sI"), struct.Struct("<QQ")
 OK, GONE, OUTSIDE = 0, 1, 2
+TOKEN_BYTES = 16
 MAX_RANGES = 512
 """Ranges in one request, and buffers in one system call (the kernel's limit is 1024)."""
 
@@ -28,7 +29,7 @@ class Offer:
 
     number: int
     view: memoryview
-    token: bytes = field(default_factory=lambda: secrets.token_bytes(16))
+    token: bytes = field(default_factory=lambda: secrets.token_bytes(TOKEN_BYTES))
     withdrawn: bool = False
 
 

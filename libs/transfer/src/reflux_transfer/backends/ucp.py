@@ -8,7 +8,6 @@ The package's tests passed with the wheels 1.19.0, 1.21.0 and 1.22.0 (pyproject.
 
 import ctypes as C
 import importlib.util
-import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,10 +17,7 @@ from typing import Any
 
 from reflux_transfer.errors import BackendUnavailable, TransferError
 
-log = logging.getLogger(__name__)
-
 OK, IN_PROGRESS, ERR_BUSY = 0, 1, -15
-_ERR_NO_ELEM = -12
 FEATURE_RMA, FEATURE_WAKEUP = 1 << 1, 1 << 4
 ERROR_MODE_NONE, ERROR_MODE_PEER = 0, 1
 _THREAD_MODE_SERIALIZED = 1
@@ -176,19 +172,12 @@ class Library:
 
     @contextmanager
     def configured(self, options: dict[str, str]) -> Iterator[c_void_p]:
-        """A `ucp_config_t` with UCX variables, named without their prefix. Raises `UcpError` for an unknown value.
-
-        A variable that this UCX does not have is left out with a warning (1.13.1 has no MAX_RMA_RAILS).
-        """
+        """A `ucp_config_t` with UCX variables, named without their prefix. Raises `UcpError` where UCX refuses one."""
         config = c_void_p()
         self.check(self.calls.ucp_config_read(None, None, byref(config)))
         try:
             for name, value in options.items():
-                status = self.calls.ucp_config_modify(config, name.encode(), value.encode())
-                if status == _ERR_NO_ELEM:
-                    log.warning("UCX %s has no setting %s, %s is ignored", self.version, name, value)
-                else:
-                    self.check(status)
+                self.check(self.calls.ucp_config_modify(config, name.encode(), value.encode()))
             yield config
         finally:
             self.calls.ucp_config_release(config)

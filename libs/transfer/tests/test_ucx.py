@@ -1,0 +1,69 @@
+import ctypes
+import os
+import subprocess
+import sys
+from ctypes.util import find_library
+from pathlib import Path
+
+import pytest
+
+from reflux_transfer.backends import ucp
+from reflux_transfer.backends.ucx import UcxBackend, options_of
+from reflux_transfer.errors import BackendUnavailable
+from reflux_transfer.settings import TransferSettings
+
+PRINT_CONFIG = 1
+
+
+def printed_config(library: ucp.Library, options: dict[str, str]) -> str:
+    libc = ctypes.CDLL(None)
+    libc.open_memstream.restype = ctypes.c_void_p
+    libc.fclose.argtypes = [ctypes.c_void_p]
+    text, size = ctypes.c_char_p(), ctypes.c_size_t()
+    stream = libc.open_memstream(ctypes.byref(text), ctypes.byref(size))
+    library.calls.ucp_config_print.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int]
+    with library.configured(options) as config:
+        library.calls.ucp_config_print(config, stream, b"", PRINT_CONFIG)
+    libc.fclose(stream)
+    return (text.value or b"").decode()
+
+
+def test_rails_and_devices_reach_the_context() -> None:
+    settings = TransferSettings(ucx_rma_rails=3, ucx_rndv_rails=4, ucx_net_devices="lo,eth9")
+    lines = printed_config(ucp.Library(), options_of(settings)).splitlines()
+    for line in ("UCX_MAX_RMA_RAILS=3", "UCX_MAX_RNDV_RAILS=4", "UCX_NET_DEVICES=lo,eth9", "UCX_TLS=cma,tcp,self"):
+        assert line in lines
+
+
+def test_error_mode_peer_is_chosen_by_settings() -> None:
+    for mode, watched in (("auto", True), ("peer", False)):
+        backend = UcxBackend(TransferSettings(ucx_error_mode=mode))  # type: ignore[arg-type]
+        remote = backend.open(backend.describe(backend.allocate(10)))
+        assert (remote.resource.watch is not None) is watched
+        backend.close()
+
+
+def test_missing_library_says_what_would_help() -> None:
+    with pytest.raises(BackendUnavailable, match="libucx-cu12"):
+        UcxBackend(TransferSettings(ucx_library="/nonexistent/libucp.so.0"))
+
+
+def test_unknown_transport_is_refused_by_name() -> None:
+    with pytest.raises(BackendUnavailable, match="no_such"):
+        UcxBackend(TransferSettings(ucx_transports="no_such"))
+
+
+@pytest.mark.parametrize("chosen", ["any_range or killed_while", pytest.param("ucx", marks=pytest.mark.slow)])
+def test_a_system_ucx_passes_the_same_suite(chosen: str) -> None:
+    """In a process of its own: two libucp with one SONAME do not live together."""
+    library = os.environ.get("REFLUX_TEST_UCX_LIBRARY") or find_library("ucp")
+    if not library:
+        pytest.skip("there is no system UCX (Debian: libucx0); REFLUX_TEST_UCX_LIBRARY may name one")
+    here = Path(__file__).parent
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", f"ucx and ({chosen})"]
+    environment = {**os.environ, "REFLUX_TRANSFER_UCX_LIBRARY": library}
+    files = [str(here / "test_backends.py"), str(here / "test_backend_deaths.py")]
+    done = subprocess.run([*command, *files], env=environment, capture_output=True, text=True, timeout=170, check=False)
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert " passed" in done.stdout
+    assert "skipped" not in done.stdout
