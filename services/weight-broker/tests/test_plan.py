@@ -4,13 +4,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reflux_transfer.layout import Layout, TensorSlot
-from reflux_weight_broker.plan import Manifest, plan
+from reflux_weight_broker.plan import Inline, Tensors, check_layouts, inline_slices
 from reflux_weight_broker.refusals import LayoutMismatch
 
 
-def manifest(layout: Layout, slice_bytes: int) -> Manifest:
+def offer(layout: Layout, slice_bytes: int) -> Inline:
     checksums = tuple(range(len(list(layout.pieces(slice_bytes)))))
-    return Manifest("m", 1, layout, checksums, slice_bytes, b"handle", "shm", "r")
+    return Inline(layout, checksums, slice_bytes, b"handle", "shm")
 
 
 @given(
@@ -33,7 +33,7 @@ def test_every_parameter_byte_is_written_exactly_once_with_the_right_value(
     destination = Layout(tuple(slots[name] for name in names))
     data = np.random.default_rng(0).integers(0, 256, source.region_bytes, np.uint8)
     arrived, writes = np.zeros(destination.region_bytes, np.uint8), np.zeros(destination.region_bytes, np.uint8)
-    for part in plan(manifest(source, slice_bytes), destination, "r0"):
+    for part in inline_slices(offer(source, slice_bytes), destination):
         assert part.length <= slice_bytes
         where = slice(part.local_offset, part.local_offset + part.length)
         arrived[where] = data[part.remote_offset : part.remote_offset + part.length]
@@ -46,15 +46,20 @@ def test_every_parameter_byte_is_written_exactly_once_with_the_right_value(
 
 
 def test_layouts_that_differ_are_refused_by_tensor_name() -> None:
-    source = Layout.from_shapes({"w": ([2], "float32"), "b": ([2], "float32")})
-    destination = Layout.from_shapes({"w": ([3], "float32"), "x": ([2], "float32")})
+    source = Tensors("a", 1, {"w": ((2,), "float32"), "b": ((2,), "float32")})
+    destination = Tensors("b", 1, {"w": ((3,), "float32"), "x": ((2,), "float32")})
     with pytest.raises(
         LayoutMismatch, match=r"replica r0.*missing b.*unexpected x.*w is float32\[3\] instead of float32\[2\]"
     ):
-        plan(manifest(source, 100), destination, "r0")
+        check_layouts(source, destination, "r0")
 
 
-def test_a_manifest_without_enough_checksums_is_refused() -> None:
+def test_layouts_fit_however_they_are_cut_and_ordered() -> None:
+    source = Tensors("a", 1, {"w": ((2,), "float32"), "b": ((2,), "int8")})
+    check_layouts(source, Tensors("b", 4, {"b": ((2,), "int8"), "w": ((2,), "float32")}), "r0")
+
+
+def test_an_offer_without_enough_checksums_is_refused() -> None:
     layout = Layout.from_shapes({"w": ([100], "float32")})
     with pytest.raises(ValueError, match="4 slices"):
-        plan(Manifest("m", 1, layout, (1,), 100, b"h", "shm", "r"), layout, "r0")
+        inline_slices(Inline(layout, (1,), 100, b"h", "shm"), layout)

@@ -178,7 +178,8 @@ async def test_empty_and_random_requests_end_with_a_proper_status(
         kind = getattr(pb, method.input_type.name)
         requests = [kind()] + [scrambled(kind, dice) for _ in range(10)]
         for request in requests:
-            error = await error_of(getattr(stub, name)(request, timeout=1.0))
+            sent = iter([request]) if method.client_streaming else request
+            error = await error_of(getattr(stub, name)(sent, timeout=1.0))
             if error:
                 bad = (grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL)
                 assert error.code() not in bad, (name, error.details())
@@ -195,6 +196,7 @@ def scrambled(kind: type, dice: random.Random) -> object:
             field.CPPTYPE_STRING: "xyz"[: dice.randrange(4)] if field.type == field.TYPE_STRING else dice.randbytes(9),
             field.CPPTYPE_BOOL: dice.random() < 0.5,
             field.CPPTYPE_DOUBLE: dice.choice([-1.0, 0.0, float("nan"), 1e300]),
+            field.CPPTYPE_FLOAT: dice.choice([-1.0, 0.0, float("nan"), 1e30]),
             field.CPPTYPE_INT64: dice.choice([-(1 << 63), -1, 0, 1, (1 << 63) - 1]),
             field.CPPTYPE_UINT64: dice.choice([0, 1, (1 << 64) - 1]),
             field.CPPTYPE_UINT32: dice.choice([0, 1, (1 << 32) - 1]),

@@ -1,4 +1,4 @@
-"""Carries out what the state machines decide: Redis first, then the replicas' streams, in order.
+"""Carries out what the state machines decide: Redis first, then the listeners' streams, in order.
 
 One writer per model.
 """
@@ -6,21 +6,23 @@ One writer per model.
 import asyncio
 import logging
 import time
-from collections import OrderedDict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 
 import redis
 
 from reflux.weight_broker.v1 import weight_broker_service_pb2 as pb
 from reflux.weight_broker.v1 import weight_version_pb2 as version_pb
 from reflux_weight_broker import messages, metrics
+from reflux_weight_broker.actions import Dismiss, Persist
 from reflux_weight_broker.epochs import next_epoch
+from reflux_weight_broker.model import Model
+from reflux_weight_broker.parsing import ADAPTERS
 from reflux_weight_broker.plan import Manifest
-from reflux_weight_broker.records import Action, Dismiss, Persist, Replica, Report
-from reflux_weight_broker.refusals import UnknownReplica
+from reflux_weight_broker.records import PUBLISHER, Registration, Replica, Report, Rules
+from reflux_weight_broker.refusals import BaseMismatch, StaleEpoch, UnknownReplica
 from reflux_weight_broker.store import VersionStore
+from reflux_weight_broker.streams import StreamEnded
 from reflux_weight_broker.versions import ModelVersions
 
 log = logging.getLogger(__name__)
@@ -28,50 +30,15 @@ log = logging.getLogger(__name__)
 _TICK_SECONDS = 0.1
 _RETRY_SECONDS = 0.5
 _STOP_SECONDS = 1.0
-_HISTORY = 64
-
-
-@dataclass(frozen=True)
-class _End:
-    """Last item of a replica's stream."""
-
-    reason: str
-
-
-@dataclass(eq=False)
-class _Stream:
-    """An open WatchVersions call."""
-
-    incarnation: str
-    events: asyncio.Queue[pb.WatchVersionsResponse | _End] = field(default_factory=asyncio.Queue)
-
-
-@dataclass(eq=False)
-class _Model:
-    """One model's machine and everything that is under way for it."""
-
-    machine: ModelVersions
-    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    outbox: asyncio.Queue[Action | None] = field(default_factory=asyncio.Queue)
-    """What is to be done, in order; None ends the writer."""
-
-    streams: dict[str, _Stream] = field(default_factory=dict)
-    versions: OrderedDict[int, version_pb.WeightVersion] = field(default_factory=OrderedDict)
-    changed: asyncio.Condition = field(default_factory=asyncio.Condition)
-
-    def post(self, actions: list[Action]) -> None:
-        """Queues actions; call it with the lock held, so that their order is the machine's."""
-        for action in actions:
-            self.outbox.put_nowait(action)
+_ENDED = (version_pb.WeightVersion.STATE_COMMITTED, version_pb.WeightVersion.STATE_ABORTED)
 
 
 class Coordinator:
     """All models of the stack. Methods raise refusals, and `redis.RedisError` when Redis is away."""
 
-    def __init__(self, store: VersionStore, reconnect_seconds: float) -> None:
-        self._store = store
-        self._reconnect_seconds = reconnect_seconds
-        self._models: dict[str, _Model] = {}
+    def __init__(self, store: VersionStore, rules: Rules) -> None:
+        self._store, self._rules = store, rules
+        self._models: dict[str, Model] = {}
         self._loading = asyncio.Lock()
         self._group: asyncio.TaskGroup | None = None
 
@@ -100,11 +67,11 @@ class Coordinator:
                 task.cancel()
             await asyncio.wait(pending, timeout=_TICK_SECONDS)
 
-    async def register(self, model_id: str, replica: Replica) -> version_pb.WeightVersion | None:
-        """Adds a replica; returns the committed version."""
+    async def register(self, model_id: str, registration: Registration) -> version_pb.WeightVersion | None:
+        """Adds a rank; returns the committed version."""
         model = await self._model(model_id)
         async with model.lock:
-            model.post(model.machine.register(replica, time.monotonic()))
+            model.post(model.machine.register(registration, time.monotonic()))
             return await self._committed(model)
 
     async def deregister(self, model_id: str, name: str) -> bool:
@@ -120,27 +87,44 @@ class Coordinator:
         return True
 
     async def watch(self, model_id: str, name: str, incarnation: str) -> AsyncIterator[pb.WatchVersionsResponse]:
-        """Events for a replica. Raises `UnknownReplica` when it has to register (again)."""
-        model = await self._known(model_id, name)
-        stream = _Stream(incarnation)
+        """Events for a rank. Raises `UnknownReplica` when it has to register (again)."""
+        model = self._known(model_id, name)
         async with model.lock:
             reminders = model.machine.connected(name, incarnation)
-            if name in model.streams:
-                model.streams[name].events.put_nowait(_End("another stream of the replica took over"))
-            model.streams[name] = stream
+            stream = model.replicas.open(name, incarnation)
             model.post(reminders)
         try:
-            while not isinstance(event := await stream.events.get(), _End):
+            async for event in stream.read():
                 yield event
-            raise UnknownReplica(f"replica {name}: {event.reason}; register again")
+        except StreamEnded as end:
+            raise UnknownReplica(f"replica {name}: {end}; register again") from None
         finally:
-            if model.streams.get(name) is stream:
-                del model.streams[name]
-                model.machine.disconnected(name, incarnation, time.monotonic())
+            if model.replicas.close(stream, name, incarnation):
+                model.machine.fleet.lost(name, incarnation, time.monotonic())
+
+    async def watch_leases(
+        self, model_id: str, replica: str, generations: Sequence[int]
+    ) -> AsyncIterator[pb.WatchLeasesResponse]:
+        """Leases on the memory of a replica, or of the publisher for an empty name; first those that hold now.
+
+        With generations only those. Ends when the broker does not know the model.
+        """
+        model = await self._existing(model_id) if not replica else self._known(model_id, replica)
+        if model is None:
+            return
+        async with model.lock:
+            stream = model.owners.open(replica)
+            model.post(model.machine.fleet.leases(replica or PUBLISHER))
+        try:
+            async for lease in stream.read():
+                if not generations or lease.generation in generations:
+                    yield lease
+        finally:
+            model.owners.close(stream, replica)
 
     async def report(self, model_id: str, report: Report) -> version_pb.WeightVersion | None:
         """Takes an acknowledgement; returns the version after it."""
-        model = await self._known(model_id, report.replica)
+        model = self._known(model_id, report.replica)
         async with model.lock:
             model.post(model.machine.report(report, time.monotonic()))
             current = model.machine.current
@@ -148,10 +132,23 @@ class Coordinator:
                 return messages.to_version(current)
         return model.versions.get(report.epoch)
 
+    async def probe(self, model_id: str, epoch: int, replica: str, logprobs: Sequence[float]) -> None:
+        """Takes log-probs of the probe prompt; who differs is unhealthy from now on."""
+        model = await self._existing(model_id)
+        if model is None:
+            raise StaleEpoch(f"model {model_id} has no epoch {epoch}")
+        async with model.lock:
+            verdicts = model.machine.probe(epoch, replica, logprobs)
+        for name, fault in verdicts.items():
+            metrics.PROBES.labels("differs" if fault else "agrees").inc()
+            if fault:
+                log.error("replica %s of %s is unhealthy: %s", name, model_id, fault)
+
     async def begin(
-        self, manifest: Manifest, *, publisher_epoch: int, replay: bool, timeout_seconds: float, min_replicas: int
+        self, manifest: Manifest, *, publisher_epoch: int, replay: bool, min_replicas: int
     ) -> version_pb.WeightVersion:
         """Starts a version, or returns the one that the same request has started before."""
+        await self._check_base(manifest)
         model = await self._model(manifest.model_id)
         async with model.lock:
             known = await self._store.epoch_of_request(manifest.model_id, manifest.request_id)
@@ -166,10 +163,8 @@ class Coordinator:
             model.machine.check_begin(manifest, publisher_epoch, replay=replay)
             floor = next_epoch(publisher_epoch, model.machine.last_epoch) - 1
             epoch = await self._store.allocate(manifest.model_id, manifest.request_id, floor)
-            transaction, actions = model.machine.begin(
-                manifest, epoch, timeout_seconds=timeout_seconds, min_replicas=min_replicas, now=time.monotonic()
-            )
-            await self._remember(model, messages.to_version(transaction))
+            transaction, actions = model.machine.begin(manifest, epoch, min_replicas=min_replicas, now=time.monotonic())
+            await model.remember(messages.to_version(transaction))
             model.post(actions)
         log.info("epoch %d of %s begins: version %d", epoch, manifest.model_id, manifest.version)
         return messages.to_version(transaction)
@@ -198,40 +193,50 @@ class Coordinator:
             if version is None:
                 return
             yield version
-            if version.state in (version_pb.WeightVersion.STATE_COMMITTED, version_pb.WeightVersion.STATE_ABORTED):
+            if version.state in _ENDED:
                 return
             last = version
 
     def replicas(self, model_id: str) -> list[Replica]:
         """Registered replicas of one model, or of all."""
         models = [self._models[model_id]] if model_id in self._models else [] if model_id else self._models.values()
-        return [replica for model in models for replica in model.machine.replicas.values()]
+        return [replica for model in models for replica in model.machine.fleet.replicas.values()]
 
-    async def _model(self, model_id: str) -> _Model:
+    async def _check_base(self, manifest: Manifest) -> None:
+        """An adapter stands on top of what its model's replicas serve."""
+        if manifest.kind != "adapter":
+            return
+        base = manifest.model_id.partition(ADAPTERS)[0]
+        version, _ = await self.get(base, 0)
+        epoch = version.epoch if version else 0
+        if epoch != manifest.base_epoch:
+            raise BaseMismatch(
+                f"the adapter stands on epoch {manifest.base_epoch} of {base}, but epoch {epoch} is committed"
+            )
+
+    async def _model(self, model_id: str) -> Model:
         async with self._loading:
             if model_id not in self._models:
                 last_epoch, committed = await self._store.load(model_id)
-                machine = ModelVersions(
-                    model_id, reconnect_seconds=self._reconnect_seconds, last_epoch=last_epoch, committed=committed
-                )
-                self._models[model_id] = model = _Model(machine)
+                machine = ModelVersions(model_id, self._rules, last_epoch=last_epoch, committed=committed)
+                self._models[model_id] = model = Model(machine)
                 assert self._group is not None, "use the coordinator inside `running`"
                 self._tasks.append(self._group.create_task(self._carry_out(model)))
             return self._models[model_id]
 
-    async def _existing(self, model_id: str) -> _Model | None:
+    async def _existing(self, model_id: str) -> Model | None:
         """Reading must not create models: anyone may ask about any name."""
-        if model_id in self._models or (await self._store.load(model_id))[0]:
+        if model_id in self._models or await self._store.last_epoch(model_id):
             return await self._model(model_id)
         return None
 
-    async def _known(self, model_id: str, name: str) -> _Model:
+    def _known(self, model_id: str, name: str) -> Model:
         model = self._models.get(model_id)
         if model is None:
             raise UnknownReplica(f"replica {name} of {model_id} is not registered")
         return model
 
-    async def _committed(self, model: _Model) -> version_pb.WeightVersion | None:
+    async def _committed(self, model: Model) -> version_pb.WeightVersion | None:
         committed = model.machine.committed
         if committed is None:
             return None
@@ -243,35 +248,20 @@ class Coordinator:
             state=version_pb.WeightVersion.STATE_COMMITTED,
         )
 
-    async def _version(self, model: _Model, epoch: int) -> version_pb.WeightVersion | None:
+    async def _version(self, model: Model, epoch: int) -> version_pb.WeightVersion | None:
         return model.versions.get(epoch) or await self._store.version(model.machine.model_id, epoch)
 
-    async def _remember(self, model: _Model, version: version_pb.WeightVersion) -> None:
-        async with model.changed:
-            model.versions[version.epoch] = version
-            while len(model.versions) > _HISTORY:
-                model.versions.popitem(last=False)
-            model.changed.notify_all()
-
-    async def _carry_out(self, model: _Model) -> None:
-        while True:
-            action = await model.outbox.get()
-            if action is None:
-                return
-            metrics.REPLICAS.set(sum(len(each.machine.replicas) for each in self._models.values()))
+    async def _carry_out(self, model: Model) -> None:
+        while (action := await model.outbox.get()) is not None:
+            metrics.REPLICAS.set(sum(len(each.machine.fleet.replicas) for each in self._models.values()))
             if isinstance(action, Persist):
                 await self._persist(model, action)
                 continue
-            stream = model.streams.get(action.replica)
-            listens = stream is not None and stream.incarnation == action.incarnation
             if isinstance(action, Dismiss):
                 log.warning("replica %s of %s leaves: %s", action.replica, model.machine.model_id, action.reason)
-                if stream and listens:
-                    stream.events.put_nowait(_End(action.reason))
-            elif stream and listens and (replica := model.machine.replicas.get(action.replica)):
-                stream.events.put_nowait(messages.to_event(action, replica))
+            model.tell(action)
 
-    async def _persist(self, model: _Model, action: Persist) -> None:
+    async def _persist(self, model: Model, action: Persist) -> None:
         # Nothing that follows may be seen before it is stored, so Redis is waited for however long it is away.
         while True:
             try:
@@ -282,7 +272,7 @@ class Coordinator:
                     "Redis does not take epoch %d (%s), trying on", action.transaction.epoch, type(error).__name__
                 )
                 await asyncio.sleep(_RETRY_SECONDS)
-        await self._remember(model, messages.to_version(action.transaction))
+        await model.remember(messages.to_version(action.transaction))
         if action.transaction.phase.ended:
             metrics.observe(action.transaction)
             ended = action.transaction

@@ -1,22 +1,14 @@
-"""Wire messages to values and back. `parse_*` return values or raise `InvalidRequest`."""
+"""Values to wire messages."""
 
-import math
-from collections.abc import Iterable
+import time
 
-from reflux.common.v1 import common_pb2
 from reflux.weight_broker.v1 import weight_broker_service_pb2 as pb
+from reflux.weight_broker.v1 import weight_layout_pb2 as layout_pb
 from reflux.weight_broker.v1 import weight_version_pb2 as version_pb
-from reflux_kit.errors import InvalidRequest
 from reflux_transfer.client.wire import to_slots
-from reflux_transfer.errors import LayoutError, WrongHandle
-from reflux_transfer.handles import backend_of
-from reflux_transfer.layout import Layout, TensorSlot
-from reflux_weight_broker.plan import Manifest, plan
-from reflux_weight_broker.records import Abort, Commit, Phase, Prepare, Replica, Report, Transaction
-
-_MAX_NAME = 256
-_MAX_TIMEOUT_SECONDS = 3600.0
-_MAX_ADDRESS = 1 << 63
+from reflux_weight_broker.actions import Abort, Commit, Event, Lease
+from reflux_weight_broker.plan import Kind, Manifest, Region, inline_slices
+from reflux_weight_broker.records import Phase, Replica, Transaction
 
 _STATES = {
     Phase.PREPARING: version_pb.WeightVersion.STATE_PREPARING,
@@ -24,139 +16,49 @@ _STATES = {
     Phase.COMMITTED: version_pb.WeightVersion.STATE_COMMITTED,
     Phase.ABORTED: version_pb.WeightVersion.STATE_ABORTED,
 }
-_OUTCOMES = {
-    pb.AckVersionRequest.OUTCOME_PREPARED: "prepared",
-    pb.AckVersionRequest.OUTCOME_COMMITTED: "committed",
-    pb.AckVersionRequest.OUTCOME_FAILED: "failed",
+_KINDS: dict[Kind, version_pb.WeightVersion.Kind.ValueType] = {
+    "full": version_pb.WeightVersion.KIND_FULL,
+    "delta": version_pb.WeightVersion.KIND_DELTA,
+    "adapter": version_pb.WeightVersion.KIND_ADAPTER,
 }
 
 
-def require_name(field: str, value: str) -> str:
-    """A name of 1 to 256 characters."""
-    if not 0 < len(value) <= _MAX_NAME:
-        raise InvalidRequest(f"{field} must have 1 to {_MAX_NAME} characters, it has {len(value)}", field=field)
-    return value
-
-
-def require_count(field: str, value: int) -> int:
-    """An integer that is not negative."""
-    if value < 0:
-        raise InvalidRequest(f"{field} must not be negative, it is {value}", field=field)
-    return value
-
-
-def parse_layout(slots: Iterable[common_pb2.TensorSlot]) -> Layout:
-    """The tensors of a region."""
-    try:
-        layout = Layout(
-            tuple(TensorSlot(s.name, tuple(s.shape), s.dtype, s.offset_bytes, s.length_bytes) for s in slots)
-        )
-    except LayoutError as error:
-        raise InvalidRequest(f"layout: {error}", field="layout") from None
-    if layout.region_bytes >= _MAX_ADDRESS:
-        raise InvalidRequest(f"layout: {layout.region_bytes} bytes do not fit an address space", field="layout")
-    return layout
-
-
-def parse_register(request: pb.RegisterReplicaRequest) -> tuple[str, Replica]:
-    """Model id and replica."""
-    replica = Replica(
-        require_name("replica", request.replica),
-        require_name("incarnation", request.incarnation),
-        parse_layout(request.layout),
-        require_count("epoch", request.epoch),
-        require_count("version", request.version),
-    )
-    return require_name("model_id", request.model_id), replica
-
-
-def parse_ack(request: pb.AckVersionRequest) -> tuple[str, Report]:
-    """Model id and report."""
-    if request.outcome not in _OUTCOMES:
-        raise InvalidRequest("outcome must be PREPARED, COMMITTED or FAILED", field="outcome")
-    for field in ("transfer_seconds", "pause_ms"):
-        value = getattr(request, field)
-        if not math.isfinite(value) or value < 0:
-            raise InvalidRequest(f"{field} must be a number of at least 0, it is {value}", field=field)
-    if request.epoch < 1:
-        raise InvalidRequest(f"epoch must be at least 1, it is {request.epoch}", field="epoch")
-    report = Report(
-        require_name("replica", request.replica),
-        request.incarnation,
-        request.epoch,
-        _OUTCOMES[request.outcome],
-        request.error or "failed without a reason",
-        request.bytes,
-        request.transfer_seconds,
-        request.pause_ms,
-        request.fingerprint,
-    )
-    return require_name("model_id", request.model_id), report
-
-
-def parse_manifest(request: pb.BeginVersionRequest) -> Manifest:
-    """What the publisher offers; checks that every slice has a checksum and that the handle is one of the transport."""
-    manifest = Manifest(
-        require_name("model_id", request.model_id),
-        require_count("version", request.version),
-        parse_layout(request.layout),
-        tuple(request.checksums),
-        request.slice_bytes,
-        request.region_handle,
-        request.transport,
-        require_name("request_id", request.request_id),
-    )
-    if request.slice_bytes < 1:
-        raise InvalidRequest("slice_bytes must be at least 1", field="slice_bytes")
-    slices = sum(-(-slot.nbytes // request.slice_bytes) for slot in manifest.layout.slots)
-    if slices != len(request.checksums):
-        raise InvalidRequest(
-            f"checksums: {slices} slices need as many, not {len(request.checksums)}", field="checksums"
-        )
-    try:
-        backend = backend_of(request.region_handle)
-    except WrongHandle as error:
-        raise InvalidRequest(f"region_handle: {error}", field="region_handle") from None
-    if backend != request.transport:
-        raise InvalidRequest(f"transport is {request.transport!r}, the handle is one of {backend}", field="transport")
-    return manifest
-
-
-def parse_timeout(request: pb.BeginVersionRequest) -> float:
-    """Seconds that the replicas have to prepare, and again to commit."""
-    seconds = request.sync_timeout_seconds
-    if not 0 < seconds <= _MAX_TIMEOUT_SECONDS:
-        field = "sync_timeout_seconds"
-        raise InvalidRequest(
-            f"{field} must be above 0 and at most {_MAX_TIMEOUT_SECONDS:g}, it is {seconds}", field=field
-        )
-    return seconds
-
-
 def to_stored(manifest: Manifest) -> pb.BeginVersionRequest:
-    """The publisher's offer as it is stored: `parse_manifest` is its inverse."""
-    return pb.BeginVersionRequest(
+    """The publisher's offer as it is stored: `parsing.parse_manifest` is its inverse."""
+    request = pb.BeginVersionRequest(
         request_id=manifest.request_id,
         model_id=manifest.model_id,
         version=manifest.version,
-        layout=to_slots(manifest.layout),
-        checksums=manifest.checksums,
-        slice_bytes=manifest.slice_bytes,
-        region_handle=manifest.region_handle,
-        transport=manifest.transport,
+        sync_timeout_seconds=manifest.timeout_seconds,
+        regions=[_region(region) for region in manifest.regions],
+        kind=_KINDS[manifest.kind],
+        base_epoch=manifest.base_epoch,
+        probe_token_ids=manifest.probe_token_ids,
     )
+    if inline := manifest.inline:
+        request.layout.extend(to_slots(inline.layout))
+        request.checksums.extend(inline.checksums)
+        request.slice_bytes, request.region_handle = inline.slice_bytes, inline.handle
+        request.transport = inline.transport
+    else:
+        request.layout_hash = manifest.tensors.hash
+    return request
 
 
 def to_replica(replica: Replica) -> version_pb.ReplicaState:
-    """What a replica serves."""
+    """What a replica serves; of its ranks the slowest."""
+    seats = replica.seats.values()
     return version_pb.ReplicaState(
         replica=replica.name,
         version=replica.version,
         epoch=replica.epoch,
         error=replica.error,
-        pause_ms=replica.pause_ms,
-        transfer_seconds=replica.transfer_seconds,
-        fingerprint=replica.fingerprint,
+        pause_ms=max(seat.pause_ms for seat in seats),
+        transfer_seconds=max(seat.transfer_seconds for seat in seats),
+        fingerprint=replica.seats[min(replica.seats)].fingerprint,
+        unhealthy=bool(replica.unhealthy),
+        health_reason=replica.unhealthy,
+        source=replica.source,
     )
 
 
@@ -172,33 +74,53 @@ def to_version(transaction: Transaction) -> version_pb.WeightVersion:
         prepare_seconds=transaction.prepare_seconds,
         commit_seconds=transaction.commit_seconds,
         bytes=transaction.bytes,
+        kind=_KINDS[transaction.manifest.kind],
+        base_epoch=transaction.manifest.base_epoch,
+        fingerprint=transaction.fingerprint,
+        control_messages=transaction.control_messages,
     )
 
 
-def to_event(event: Prepare | Commit | Abort, replica: Replica) -> pb.WatchVersionsResponse:
-    """What a replica is asked to do; PREPARE carries the plan for its layout."""
-    if not isinstance(event, Prepare):
-        kind = (
-            pb.WatchVersionsResponse.EVENT_COMMIT if isinstance(event, Commit) else pb.WatchVersionsResponse.EVENT_ABORT
-        )
-        return pb.WatchVersionsResponse(
-            event=kind, version=version_pb.WeightVersion(version=event.version, epoch=event.epoch)
-        )
+def to_event(event: Event, replica: Replica) -> pb.WatchVersionsResponse:
+    """What a rank is asked to do; PREPARE names the source, COMMIT the prompt to score afterwards."""
+    if isinstance(event, Abort):
+        version = version_pb.WeightVersion(version=event.version, epoch=event.epoch)
+        return pb.WatchVersionsResponse(event=pb.WatchVersionsResponse.EVENT_ABORT, version=version)
     manifest = event.manifest
-    slices = [
-        pb.Slice(
-            name=part.name,
-            remote_offset_bytes=part.remote_offset,
-            local_offset_bytes=part.local_offset,
-            length_bytes=part.length,
-            checksum=part.checksum,
+    version = version_pb.WeightVersion(model_id=manifest.model_id, version=manifest.version, epoch=event.epoch)
+    if isinstance(event, Commit):
+        return pb.WatchVersionsResponse(
+            event=pb.WatchVersionsResponse.EVENT_COMMIT, version=version, probe_token_ids=manifest.probe_token_ids
         )
-        for part in plan(manifest, replica.layout, replica.name)
-    ]
-    return pb.WatchVersionsResponse(
+    response = pb.WatchVersionsResponse(
         event=pb.WatchVersionsResponse.EVENT_PREPARE,
-        version=version_pb.WeightVersion(model_id=manifest.model_id, version=manifest.version, epoch=event.epoch),
-        slices=slices,
-        region_handle=manifest.region_handle,
-        transport=manifest.transport,
+        version=version,
+        layout_hash=event.source.layout_hash,
+        regions=[_region(region) for region in event.source.regions],
+        kind=_KINDS[event.source.kind],
+        base_epoch=manifest.base_epoch,
+        timeout_seconds=max(0.0, event.deadline - time.monotonic()),
+    )
+    if manifest.inline and replica.inline:
+        response.region_handle, response.transport = manifest.inline.handle, manifest.inline.transport
+        for part in inline_slices(manifest.inline, replica.inline):
+            response.slices.add(
+                name=part.name,
+                remote_offset_bytes=part.remote_offset,
+                local_offset_bytes=part.local_offset,
+                length_bytes=part.length,
+                checksum=part.checksum,
+            )
+    return response
+
+
+def to_lease(lease: Lease) -> pb.WatchLeasesResponse:
+    """Who reads, and for how long from now on."""
+    seconds = max(0.001, lease.deadline - time.monotonic()) if lease.deadline else 0.0
+    return pb.WatchLeasesResponse(generation=lease.generation, holder=lease.holder, seconds=seconds)
+
+
+def _region(region: Region) -> layout_pb.RegionOffer:
+    return layout_pb.RegionOffer(
+        rank=region.rank, handle=region.handle, transport=region.transport, generation=region.generation
     )

@@ -16,6 +16,8 @@ PAUSE = Histogram(
     "Seconds that decoding stood still per swap",
     buckets=(0.0005, 0.002, *_SECONDS),
 )
+PROBES = Counter("reflux_weight_broker_probes_total", "Probe prompts compared with the learner's", ["outcome"])
+MESSAGES = Counter("reflux_weight_broker_control_messages_total", "Calls and events of versions that ended")
 REPLICAS = Gauge("reflux_weight_broker_replicas", "Registered replicas")
 
 
@@ -24,10 +26,11 @@ def observe(transaction: Transaction) -> None:
     committed = transaction.phase is Phase.COMMITTED
     VERSIONS.labels("committed" if committed else "aborted").inc()
     BYTES.inc(transaction.bytes)
+    MESSAGES.inc(transaction.control_messages)
     if committed:
-        members = transaction.members.values()
+        seats = [seat for member in transaction.members.values() for seat in member.seats.values()]
         SYNC.labels("prepare").observe(transaction.prepare_seconds)
-        SYNC.labels("transfer").observe(max((member.transfer_seconds for member in members), default=0.0))
+        SYNC.labels("transfer").observe(max((seat.transfer_seconds for seat in seats), default=0.0))
         SYNC.labels("commit").observe(transaction.commit_seconds)
-        for member in members:
-            PAUSE.observe(member.pause_ms / 1e3)
+        for seat in seats:
+            PAUSE.observe(seat.pause_ms / 1e3)

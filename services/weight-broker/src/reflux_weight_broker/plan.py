@@ -1,32 +1,92 @@
-"""Which bytes go where: one source to one replica with the same tensors. Pure."""
+"""What is published and who fits it: a layout's tensors, a publisher's offer, and which layouts go together. Pure."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal
+
+import xxhash
 
 from reflux_transfer.layout import Layout
 from reflux_transfer.pull import Slice
 from reflux_weight_broker.refusals import LayoutMismatch
 
+Kind = Literal["full", "delta", "adapter"]
+Mode = Literal["swap", "in_place"]
+
 _NAMED = 5
 
 
 @dataclass(frozen=True)
-class Manifest:
-    """What a publisher offers.
+class Tensors:
+    """A layout as far as the broker has to know it: `shapes` is name -> (global shape, dtype), in layout order."""
 
-    `checksums` has one xxh3_64 per piece of `layout`, cut at `slice_bytes`, in layout order.
-    """
+    hash: str
+    ranks: int
+    shapes: Mapping[str, tuple[tuple[int, ...], str]] = field(repr=False)
 
-    model_id: str
-    version: int
+    @classmethod
+    def inline(cls, layout: Layout) -> "Tensors":
+        """Those of a layout that came with its message, for a single rank."""
+        shapes = {slot.name: (slot.shape, slot.dtype) for slot in layout.slots}
+        return cls(f"inline:{xxhash.xxh3_128_hexdigest(repr(list(shapes.items())).encode())}", 1, shapes)
+
+    @cached_property
+    def signature(self) -> int:
+        """Equal for layouts with the same names, shapes and dtypes, however they are cut and ordered."""
+        return xxhash.xxh3_128_intdigest(repr(sorted(self.shapes.items())).encode())
+
+    def differences(self, other: "Tensors") -> list[str]:
+        """How `other` differs in names, shapes and dtypes; empty when one can be filled from the other."""
+        if self.signature == other.signature:
+            return []
+        found = [f"missing {name}" for name in self.shapes if name not in other.shapes]
+        found += [f"unexpected {name}" for name in other.shapes if name not in self.shapes]
+        for name, (shape, dtype) in self.shapes.items():
+            theirs = other.shapes.get(name)
+            if theirs and theirs != (shape, dtype):
+                found.append(f"{name} is {theirs[1]}{list(theirs[0])} instead of {dtype}{list(shape)}")
+        return found
+
+
+@dataclass(frozen=True)
+class Region:
+    """A rank's region that others may read while its header shows `generation`."""
+
+    rank: int
+    handle: bytes = field(repr=False)
+    transport: str
+    generation: int
+
+
+@dataclass(frozen=True)
+class Inline:
+    """Layout and one xxh3_64 per piece of it, cut at `slice_bytes`: offers that carry them in their message."""
+
     layout: Layout
     checksums: tuple[int, ...]
     slice_bytes: int
-    region_handle: bytes
+    handle: bytes
     transport: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a publisher offers. A delta starts from `base_epoch`, an adapter stands on top of it."""
+
+    model_id: str
+    version: int
     request_id: str
+    tensors: Tensors
+    regions: tuple[Region, ...] = ()
+    kind: Kind = "full"
+    base_epoch: int = 0
+    timeout_seconds: float = 60.0
+    probe_token_ids: tuple[int, ...] = ()
+    inline: Inline | None = None
 
 
-def check_layouts(source: Layout, destination: Layout, replica: str) -> None:
+def check_layouts(source: Tensors, destination: Tensors, replica: str) -> None:
     """Raises `LayoutMismatch` naming up to five tensors that differ in name, shape or dtype."""
     found = source.differences(destination)
     if found:
@@ -36,15 +96,14 @@ def check_layouts(source: Layout, destination: Layout, replica: str) -> None:
         )
 
 
-def plan(manifest: Manifest, destination: Layout, replica: str) -> tuple[Slice, ...]:
-    """Slices that write every parameter byte of the destination exactly once.
+def inline_slices(offer: Inline, destination: Layout) -> tuple[Slice, ...]:
+    """Slices that write every parameter byte of a destination with the same tensors exactly once.
 
-    Raises `LayoutMismatch` when the layouts differ and `ValueError` when the manifest has not one checksum per slice.
+    Raises `ValueError` when the offer has not one checksum per slice.
     """
-    check_layouts(manifest.layout, destination, replica)
-    pieces = list(manifest.layout.pieces(manifest.slice_bytes))
-    if len(pieces) != len(manifest.checksums):
-        raise ValueError(f"{len(pieces)} slices need as many checksums, not {len(manifest.checksums)}")
+    pieces = list(offer.layout.pieces(offer.slice_bytes))
+    if len(pieces) != len(offer.checksums):
+        raise ValueError(f"{len(pieces)} slices need as many checksums, not {len(offer.checksums)}")
     return tuple(
         Slice(
             piece.slot.name,
@@ -53,5 +112,5 @@ def plan(manifest: Manifest, destination: Layout, replica: str) -> tuple[Slice, 
             piece.length,
             checksum,
         )
-        for piece, checksum in zip(pieces, manifest.checksums, strict=True)
+        for piece, checksum in zip(pieces, offer.checksums, strict=True)
     )

@@ -1,10 +1,24 @@
-"""What the broker remembers about replicas and versions, and what it decides to do next. Plain values."""
+"""What the broker remembers about replicas and versions. Plain values."""
 
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from reflux_transfer.layout import Layout
-from reflux_weight_broker.plan import Manifest
+from reflux_weight_broker.health import Thresholds
+from reflux_weight_broker.plan import Kind, Manifest, Mode, Region, Tensors
+
+PUBLISHER = "publisher"
+"""Name of the publisher as a source; replicas are sources by their own names."""
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What an operator can set: patience, how many read from one source at a time (0: any), and what is a fault."""
+
+    reconnect_seconds: float = 2.0
+    join_seconds: float = 60.0
+    readers_per_source: int = 0
+    thresholds: Thresholds = field(default_factory=Thresholds)
 
 
 class Phase(Enum):
@@ -22,41 +36,119 @@ class Phase(Enum):
 
 
 class Step(Enum):
-    """What a replica owes for an epoch."""
+    """What a rank owes for an epoch; QUEUE waits until a source has room for another reader."""
 
+    QUEUE = "queue"
     PREPARE = "prepare"
     WAIT = "wait"
     COMMIT = "commit"
 
 
+@dataclass(frozen=True)
+class Source:
+    """From whom the bytes of an epoch can be read, and what lies there."""
+
+    name: str
+    layout_hash: str
+    regions: tuple[Region, ...]
+    kind: Kind
+
+
 @dataclass
 class Duty:
-    """The epoch that a replica is being brought to."""
+    """The epoch that a replica is being brought to. `deadline` is a monotonic time, `tried` are sources that failed.
+
+    `base_served`: whether the replica can apply a delta; without it the publisher's tensors are read in full.
+    """
 
     epoch: int
     manifest: Manifest
-    step: Step = Step.PREPARE
+    deadline: float
+    base_served: bool
+    source: Source | None = None
+    leased: bool = False
+    tried: set[str] = field(default_factory=set)
+
+
+@dataclass
+class Seat:
+    """The process of one rank. `lost_at` is when its stream ended or its registration began, None while it listens."""
+
+    rank: int
+    incarnation: str
+    mode: Mode = "swap"
+    epoch: int = 0
+    version: int = 0
+    fingerprint: int = 0
+    lost_at: float | None = None
+    step: Step | None = None
+    bytes: int = 0
+    transfer_seconds: float = 0.0
+    pause_ms: float = 0.0
+    offered_epoch: int = 0
+    offers: tuple[Region, ...] = ()
+    """What others may read of this rank: its bytes of `offered_epoch`."""
 
 
 @dataclass
 class Replica:
-    """A registered replica. `lost_at` is when its stream ended or its registration began, None while it listens."""
+    """A replica and the ranks that have registered for it; it takes part when all of them are there."""
 
     name: str
-    incarnation: str
-    layout: Layout
-    epoch: int = 0
-    version: int = 0
-    error: str = ""
-    pause_ms: float = 0.0
-    transfer_seconds: float = 0.0
-    fingerprint: int = 0
-    lost_at: float | None = None
+    tensors: Tensors
+    seats: dict[int, Seat] = field(default_factory=dict)
     duty: Duty | None = None
+    error: str = ""
+    source: str = ""
+    doubts: dict[str, str] = field(default_factory=dict)
+    """Why requests must not go to it, by what found out: "probe", "fingerprint of rank <rank>"."""
+
+    inline: Layout | None = None
+
+    @property
+    def complete(self) -> bool:
+        """Whether all ranks have registered."""
+        return len(self.seats) == self.tensors.ranks
+
+    @property
+    def epoch(self) -> int:
+        """What all ranks serve; 0 when it is nothing, or not the same."""
+        epochs = {seat.epoch for seat in self.seats.values()}
+        return epochs.pop() if self.complete and len(epochs) == 1 else 0
+
+    @property
+    def version(self) -> int:
+        """The version of `epoch`."""
+        return next(iter(self.seats.values())).version if self.epoch else 0
+
+    @property
+    def unhealthy(self) -> str:
+        """Why requests must not go to it, empty when they may."""
+        if not self.complete:
+            return f"{len(self.seats)} of {self.tensors.ranks} ranks are there"
+        if len({seat.epoch for seat in self.seats.values()}) > 1:
+            return "its ranks serve different epochs"
+        if any(seat.mode == "in_place" and seat.step is Step.COMMIT for seat in self.seats.values()):
+            return "its weights are being overwritten"
+        return "; ".join(self.doubts.values())
+
+    def at(self, step: Step) -> bool:
+        """Whether a rank is at this step."""
+        return any(seat.step is step for seat in self.seats.values())
+
+    def all_at(self, step: Step | None) -> bool:
+        """Whether every rank is at this step."""
+        return all(seat.step is step for seat in self.seats.values())
 
     def owes(self, epoch: int) -> bool:
         """Whether it takes part in the epoch and has not committed it yet."""
         return self.duty is not None and self.duty.epoch == epoch
+
+    def offers(self, epoch: int) -> tuple[Region, ...]:
+        """Regions of all ranks that hold the epoch, or none."""
+        if not self.complete or any(not s.offers or s.offered_epoch != epoch for s in self.seats.values()):
+            return ()
+        return tuple(region for rank in sorted(self.seats) for region in self.seats[rank].offers)
 
 
 @dataclass
@@ -65,7 +157,6 @@ class Transaction:
 
     epoch: int
     manifest: Manifest
-    timeout_seconds: float
     min_replicas: int
     started_at: float
     deadline: float
@@ -74,6 +165,11 @@ class Transaction:
     ended_at: float = 0.0
     error: str = ""
     bytes: int = 0
+    control_messages: int = 1
+    fingerprint: int = 0
+    witness: str = ""
+    """Who reported the fingerprint first."""
+
     members: dict[str, Replica] = field(default_factory=dict)
     """Everyone who took part, by name; those who were removed keep their last state and error."""
 
@@ -89,69 +185,40 @@ class Transaction:
 
     def snapshot(self) -> "Transaction":
         """A copy that later changes leave alone."""
-        return replace(self, members={name: replace(member) for name, member in self.members.items()})
+        members = {
+            name: replace(member, seats={rank: replace(seat) for rank, seat in member.seats.items()})
+            for name, member in self.members.items()
+        }
+        return replace(self, members=members)
 
 
 @dataclass(frozen=True)
 class Committed:
-    """The version that every late joiner gets."""
+    """The version that every late joiner gets, and the fingerprint that it must report; 0 when nobody has."""
 
     epoch: int
     manifest: Manifest
+    fingerprint: int = 0
 
 
 @dataclass(frozen=True)
-class Prepare:
-    """Ask a replica to pull."""
+class Registration:
+    """One rank that announces itself, and what it serves already."""
 
     replica: str
     incarnation: str
-    epoch: int
-    manifest: Manifest
-
-
-@dataclass(frozen=True)
-class Commit:
-    """Ask a replica to swap."""
-
-    replica: str
-    incarnation: str
-    epoch: int
-    version: int
-
-
-@dataclass(frozen=True)
-class Abort:
-    """Tell a replica to forget an epoch."""
-
-    replica: str
-    incarnation: str
-    epoch: int
-    version: int
-
-
-@dataclass(frozen=True)
-class Dismiss:
-    """End a replica's stream; it has to register again."""
-
-    replica: str
-    incarnation: str
-    reason: str
-
-
-@dataclass(frozen=True)
-class Persist:
-    """Store this snapshot before any later action is carried out."""
-
-    transaction: Transaction
-
-
-Action = Prepare | Commit | Abort | Dismiss | Persist
+    tensors: Tensors
+    rank: int = 0
+    mode: Mode = "swap"
+    epoch: int = 0
+    version: int = 0
+    fingerprint: int = 0
+    inline: Layout | None = None
 
 
 @dataclass(frozen=True)
 class Report:
-    """A replica's acknowledgement. Exactly one of the three outcomes."""
+    """A rank's acknowledgement. Exactly one of the three outcomes."""
 
     replica: str
     incarnation: str
@@ -159,8 +226,13 @@ class Report:
     outcome: str
     """"prepared", "committed" or "failed"."""
 
+    rank: int = 0
     error: str = ""
+    reason: str = ""
+    """Of a failure: "checksum", "generation_gone", "peer_gone", "deadline", "base_mismatch", "layout" or "engine"."""
+
     bytes: int = 0
     transfer_seconds: float = 0.0
     pause_ms: float = 0.0
     fingerprint: int = 0
+    regions: tuple[Region, ...] = ()

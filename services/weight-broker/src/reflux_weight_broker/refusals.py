@@ -21,6 +21,14 @@ class LayoutMismatch(Refusal):
     """Publisher and replica have different tensors; the text names them."""
 
 
+class UnknownLayout(Refusal):
+    """Nobody has stored the layout of this hash, or it was forgotten: send it with PutLayout."""
+
+
+class BaseMismatch(Refusal):
+    """An adapter stands on top of an epoch that is not the committed one of its model."""
+
+
 class UnknownReplica(Refusal):
     """Not registered, or registered by another incarnation: register again."""
 

@@ -1,16 +1,18 @@
 """The broker's memory in Redis: one hash per model with the epoch counter and the committed version, and records that
 expire.
 
-Keys: `weights:{model}` (hash: last_epoch, committed_epoch, committed), `weights:{model}:request:<id>` (epoch, one hour)
-and `weights:{model}:version:<epoch>` (the version as clients see it, one day).
+Keys: `weights:{model}` (hash: last_epoch, committed_epoch, committed, fingerprint), `weights:{model}:request:<id>`
+(epoch, one hour) and `weights:{model}:version:<epoch>` (the version as clients see it, one day).
 """
 
 import redis.asyncio
 
 from reflux.weight_broker.v1 import weight_broker_service_pb2 as pb
 from reflux.weight_broker.v1 import weight_version_pb2 as version_pb
-from reflux_weight_broker import messages
+from reflux_weight_broker import messages, parsing
+from reflux_weight_broker.layouts import Layouts
 from reflux_weight_broker.records import Committed, Phase, Transaction
+from reflux_weight_broker.refusals import UnknownLayout
 
 _REQUEST_SECONDS = 3600
 _VERSION_SECONDS = 86400
@@ -29,18 +31,27 @@ return epoch
 class VersionStore:
     """Durable state of all models."""
 
-    def __init__(self, client: redis.asyncio.Redis) -> None:
-        self._redis = client
+    def __init__(self, client: redis.asyncio.Redis, layouts: Layouts) -> None:
+        self._redis, self._layouts = client, layouts
         self._allocate = client.register_script(_ALLOCATE)
 
     async def load(self, model_id: str) -> tuple[int, Committed | None]:
         """Last begun epoch (0 for an unknown model) and the committed version."""
-        last, epoch, raw = await self._redis.hmget(_key(model_id), "last_epoch", "committed_epoch", "committed")
+        fields = ("last_epoch", "committed_epoch", "committed", "fingerprint")
+        last, epoch, raw, fingerprint = await self._redis.hmget(_key(model_id), *fields)
         if raw is None:
             return int(last or 0), None
         assert isinstance(raw, bytes), "the client must not decode"
-        manifest = messages.parse_manifest(pb.BeginVersionRequest.FromString(raw))
-        return int(last or 0), Committed(int(epoch or 0), manifest)
+        offer = pb.BeginVersionRequest.FromString(raw)
+        try:
+            manifest = parsing.parse_manifest(offer, await self._layouts.tensors(offer.layout_hash))
+        except UnknownLayout:
+            return int(last or 0), None  # nobody has used the version for weeks: late joiners wait for the next one
+        return int(last or 0), Committed(int(epoch or 0), manifest, int(fingerprint or 0))
+
+    async def last_epoch(self, model_id: str) -> int:
+        """Last begun epoch, 0 for an unknown model."""
+        return int(await self._redis.hget(_key(model_id), "last_epoch") or 0)
 
     async def allocate(self, model_id: str, request_id: str, publisher_epoch: int) -> int:
         """A new epoch, above everything begun and everything the publisher knows; the same one for the same request."""
@@ -59,8 +70,9 @@ class VersionStore:
             record = messages.to_version(transaction).SerializeToString()
             pipe.set(f"{_key(model_id)}:version:{transaction.epoch}", record, ex=_VERSION_SECONDS)
             if transaction.phase is Phase.COMMITTING:
-                offer = messages.to_stored(transaction.manifest).SerializeToString()
-                pipe.hset(_key(model_id), mapping={"committed_epoch": transaction.epoch, "committed": offer})
+                pipe.hset(_key(model_id), "committed_epoch", str(transaction.epoch))
+                pipe.hset(_key(model_id), "committed", messages.to_stored(transaction.manifest).SerializeToString())
+                pipe.hset(_key(model_id), "fingerprint", str(transaction.fingerprint))
             await pipe.execute()
 
     async def version(self, model_id: str, epoch: int) -> version_pb.WeightVersion | None:
