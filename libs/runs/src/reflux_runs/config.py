@@ -13,6 +13,7 @@ Seconds = Annotated[float, Field(gt=0.0, le=86_400.0)]
 Algorithm = Literal["grpo", "dr_grpo", "rloo", "leave_one_out"]
 Loss = Literal["ppo", "dual_clip", "reinforce", "cispo", "gspo", "importance_sampling"]
 Transport = Literal["shm", "ucx"]
+WeightDtype = Literal["float32", "bfloat16"]
 
 
 class _Section(BaseModel):
@@ -178,6 +179,9 @@ class FleetConfig(_Section):
 
     sync_timeout_seconds: Seconds = 30.0
     """Seconds that one weight sync may take; it is tried once more, then the run fails with the receiver's text."""
+
+    weight_dtype: WeightDtype = "float32"
+    """Type of the weights that replicas get and compute in; `bfloat16` halves the bytes of a sync and the memory."""
 
 
 class RunConfig(_Section):

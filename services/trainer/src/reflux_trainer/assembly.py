@@ -130,7 +130,8 @@ class Assembly:
 
     def _learner(self, checkpoints: Checkpoints) -> LearnerClient:
         record, config, peers = self._record, self._record.config, self._peers
-        source = ModelSource(record.run, str(self.model.resolve()), config.seed, config.fleet.transport)
+        fleet = config.fleet
+        source = ModelSource(record.run, str(self.model.resolve()), config.seed, fleet.transport, fleet.weight_dtype)
         return LearnerClient(
             source,
             peers.settings,

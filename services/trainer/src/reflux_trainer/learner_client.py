@@ -55,6 +55,7 @@ class ModelSource:
     folder: str
     seed: int
     transport: str
+    weight_dtype: str = "float32"
 
 
 class LearnerClient:
@@ -188,7 +189,11 @@ class LearnerClient:
                     raise  # its objects are as they were written: the cause is another one
                 checkpoint = found
         request = pb.CreateModelRequest(
-            model_id=source.model_id, path=source.folder, seed=source.seed, transport=source.transport
+            model_id=source.model_id,
+            path=source.folder,
+            seed=source.seed,
+            transport=source.transport,
+            weight_dtype=source.weight_dtype,
         )
         await stub.CreateModel(request, timeout=_LOAD_SECONDS)
         return 0
@@ -202,6 +207,7 @@ class LearnerClient:
             objects=checkpoint.objects,
             transport=self._source.transport,
             seed=self._source.seed,
+            weight_dtype=self._source.weight_dtype,
         )
         return (await stub.LoadState(loading, timeout=_LOAD_SECONDS)).op_id
 

@@ -26,7 +26,7 @@ from reflux_storage.stream import ObjectReceipt
 from reflux_trainer.learner.core import Learner
 from reflux_trainer.learner.journal import Figures, Journal, Kind
 from reflux_trainer.learner.ops import GroupData
-from reflux_trainer.learner.publish import WeightPublisher
+from reflux_trainer.learner.publish import Outlet, WeightPublisher
 from reflux_trainer.learner.state import StateCapture, restore
 from reflux_transfer.client.publisher import Published
 
@@ -87,15 +87,15 @@ class LearnerHost:
             raise NotFound(f"model {model_id!r} is not loaded, {loaded}; call CreateModel or LoadState", model=model_id)
         return self.session
 
-    async def create(self, model_id: str, folder: Path, seed: int, transport: str) -> Session:
+    async def create(self, model_id: str, folder: Path, seed: int, outlet: Outlet) -> Session:
         """Loads a model folder as operation 0; forgets what was there."""
-        return await self._finish(self._create(model_id, folder, seed, transport))
+        return await self._finish(self._create(model_id, folder, seed, outlet))
 
     async def load(
-        self, model_id: str, folder: Path, seed: int, transport: str, store: ObjectStore, key: str
+        self, model_id: str, folder: Path, seed: int, outlet: Outlet, store: ObjectStore, key: str
     ) -> Session:
         """Loads a stored state; `folder` gives the shape. Forgets what was there."""
-        return await self._finish(self._load(model_id, folder, seed, transport, store, key))
+        return await self._finish(self._load(model_id, folder, seed, outlet, store, key))
 
     async def operate(self, model_id: str, op_id: int, kind: Kind, compute: Callable[[Learner], Figures]) -> Figures:
         """Runs operation `op_id` once; repeated calls get the first answer. Raises `OutOfOrderError`."""
@@ -122,21 +122,21 @@ class LearnerHost:
         """Streams the state; operations wait only while it is copied."""
         return await self._finish(self._save(self.require(model_id), store, key))
 
-    async def _create(self, model_id: str, folder: Path, seed: int, transport: str) -> Session:
+    async def _create(self, model_id: str, folder: Path, seed: int, outlet: Outlet) -> Session:
         async with self._publishing, self._order:
             learner = await self._in_torch(Learner.from_folder, folder, seed)
-            return await self._install(model_id, learner, Journal(), transport, epoch=0)
+            return await self._install(model_id, learner, Journal(), outlet, epoch=0)
 
     async def _load(
-        self, model_id: str, folder: Path, seed: int, transport: str, store: ObjectStore, key: str
+        self, model_id: str, folder: Path, seed: int, outlet: Outlet, store: ObjectStore, key: str
     ) -> Session:
         async with self._publishing, self._order:
             config = await asyncio.to_thread(load_config, folder)
             restored = await self._in_torch(restore, store, key, config, seed)
-            return await self._install(model_id, restored.learner, restored.journal, transport, restored.epoch)
+            return await self._install(model_id, restored.learner, restored.journal, outlet, restored.epoch)
 
-    async def _install(self, model_id: str, learner: Learner, journal: Journal, transport: str, epoch: int) -> Session:
-        publisher = await asyncio.to_thread(WeightPublisher, self._broker, model_id, learner.params, transport)
+    async def _install(self, model_id: str, learner: Learner, journal: Journal, outlet: Outlet, epoch: int) -> Session:
+        publisher = await asyncio.to_thread(WeightPublisher, self._broker, model_id, learner.params, outlet)
         if journal.last:
             publisher.restored(epoch)
         self._forget()

@@ -10,6 +10,7 @@ from reflux_kit.errors import InvalidRequest
 from reflux_model.config import ModelConfig
 from reflux_trainer.algo.aggregation import AGGREGATIONS, Aggregation
 from reflux_trainer.learner.ops import LOSSES, CompletionData, GroupData, LossName, LossSpec, StepSpec
+from reflux_trainer.learner.publish import WEIGHT_DTYPES, Outlet
 from reflux_transfer.registry import BACKENDS
 
 _DEFAULT_EPS = 1e-8
@@ -37,11 +38,13 @@ def parse_folder(path: str) -> Path:
     return Path(path)
 
 
-def parse_transport(transport: str) -> str:
-    """A known weight transport."""
+def parse_outlet(transport: str, weight_dtype: str) -> Outlet:
+    """How weights are published: over a known transport, in a known type (float32 when nobody said)."""
     if transport not in BACKENDS:
         raise InvalidRequest(f"transport {transport!r} is not one of {', '.join(BACKENDS)}")
-    return transport
+    if weight_dtype not in ("", *WEIGHT_DTYPES):
+        raise InvalidRequest(f"weight_dtype {weight_dtype!r} is not one of {', '.join(WEIGHT_DTYPES)}")
+    return Outlet(transport, WEIGHT_DTYPES[weight_dtype or "float32"])
 
 
 def parse_loss(loss: pb.LossConfig) -> LossSpec:

@@ -1,5 +1,8 @@
 """Distribution of weights: staged by the thread that owns them, handed out by the broker while training goes on."""
 
+from dataclasses import dataclass
+
+import torch
 from grpc.aio import Channel
 
 from reflux_model.parameters import Parameters
@@ -12,12 +15,25 @@ _STAGE_SECONDS = 5.0
 """Longest wait for a free arena; publishes follow each other, so one is free unless a lease is still running out."""
 
 
+WEIGHT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Outlet:
+    """How weights leave the learner: over which transport, in which type (rounded to nearest even)."""
+
+    transport: str
+    dtype: torch.dtype = torch.float32
+
+
 class WeightPublisher:
     """The publishing half of one model; calls are made one after the other."""
 
-    def __init__(self, channel: Channel, model_id: str, params: Parameters, transport: str) -> None:
-        shapes = {name: (tuple(tensor.shape), "float32") for name, tensor in params.items()}
-        self._backend = open_backend(transport)
+    def __init__(self, channel: Channel, model_id: str, params: Parameters, outlet: Outlet) -> None:
+        dtype = str(outlet.dtype).removeprefix("torch.")
+        shapes = {name: (tuple(tensor.shape), dtype) for name, tensor in params.items()}
+        self._dtype = outlet.dtype
+        self._backend = open_backend(outlet.transport)
         self._arenas = PublisherArenas(self._backend, Layout.from_shapes(shapes))
         self._broker = BrokerPublisher(channel, model_id, self._arenas)
         self.num_bytes = self._arenas.layout.parameter_bytes
@@ -31,7 +47,8 @@ class WeightPublisher:
 
     def stage(self, params: Parameters) -> StagedWeights:
         """Copies the weights into an arena; called by the thread that owns them. Raises `ArenasBusy`."""
-        return self._arenas.stage({name: tensor.detach().numpy() for name, tensor in params.items()}, _STAGE_SECONDS)
+        cast = {name: tensor.detach().to(self._dtype).view(torch.uint8).numpy() for name, tensor in params.items()}
+        return self._arenas.stage(cast, _STAGE_SECONDS)
 
     async def distribute(
         self, staged: StagedWeights, version: int, *, sync_timeout_seconds: float, min_replicas: int, request_id: str

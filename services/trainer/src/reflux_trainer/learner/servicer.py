@@ -32,9 +32,9 @@ class LearnerServicer(LearnerServiceServicer):
 
     async def CreateModel(self, request: pb.CreateModelRequest, context: Any) -> pb.CreateModelResponse:
         model_id, folder = parsing.parse_model_id(request.model_id), parsing.parse_folder(request.path)
-        transport = parsing.parse_transport(request.transport)
+        outlet = parsing.parse_outlet(request.transport, request.weight_dtype)
         with as_service_errors(), span("learner.create", model=model_id):
-            session = await self._host.create(model_id, folder, request.seed, transport)
+            session = await self._host.create(model_id, folder, request.seed, outlet)
         metrics.VERSION.set(0)
         return pb.CreateModelResponse(num_parameters=num_parameters(session.learner.config))
 
@@ -123,13 +123,13 @@ class LearnerServicer(LearnerServiceServicer):
 
     async def LoadState(self, request: pb.LoadStateRequest, context: Any) -> pb.LoadStateResponse:
         model_id, folder = parsing.parse_model_id(request.model_id), parsing.parse_folder(request.path)
-        transport = parsing.parse_transport(request.transport)
+        outlet = parsing.parse_outlet(request.transport, request.weight_dtype)
         keys = [stored.key for stored in request.objects if stored.key.endswith("/" + STATE_OBJECT)]
         if len(keys) != 1:
             raise InvalidRequest(f"objects must hold exactly one {STATE_OBJECT}, found {len(keys)}")
         with as_service_errors(), span("learner.load", key=keys[0]):
             store = self._store(request.store_url)
-            session = await self._host.load(model_id, folder, request.seed, transport, store, keys[0])
+            session = await self._host.load(model_id, folder, request.seed, outlet, store, keys[0])
         metrics.VERSION.set(session.learner.version)
         return pb.LoadStateResponse(op_id=session.journal.last, version=session.learner.version)
 

@@ -29,6 +29,7 @@ class CreateModelRequest(_message.Message):
     PATH_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
     TRANSPORT_FIELD_NUMBER: _builtins.int
+    WEIGHT_DTYPE_FIELD_NUMBER: _builtins.int
     model_id: _builtins.str
     """Model id, as gateway and broker know it."""
     path: _builtins.str
@@ -37,6 +38,8 @@ class CreateModelRequest(_message.Message):
     """Seed of everything random in the learner."""
     transport: _builtins.str
     """Weight transport: "ucx" or "shm"."""
+    weight_dtype: _builtins.str
+    """Type in which weights are published: "float32" or "bfloat16"; empty is float32."""
     def __init__(
         self,
         *,
@@ -44,10 +47,11 @@ class CreateModelRequest(_message.Message):
         path: _builtins.str = ...,
         seed: _builtins.int = ...,
         transport: _builtins.str = ...,
+        weight_dtype: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["model_id", b"model_id", "path", b"path", "seed", b"seed", "transport", b"transport"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model_id", b"model_id", "path", b"path", "seed", b"seed", "transport", b"transport", "weight_dtype", b"weight_dtype"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -569,6 +573,7 @@ class LoadStateRequest(_message.Message):
     OBJECTS_FIELD_NUMBER: _builtins.int
     TRANSPORT_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
+    WEIGHT_DTYPE_FIELD_NUMBER: _builtins.int
     model_id: _builtins.str
     """Model id."""
     path: _builtins.str
@@ -579,6 +584,8 @@ class LoadStateRequest(_message.Message):
     """Weight transport: "ucx" or "shm"."""
     seed: _builtins.int
     """Seed, as in CreateModel."""
+    weight_dtype: _builtins.str
+    """Type of published weights, as in CreateModel."""
     @_builtins.property
     def objects(self) -> _containers.RepeatedCompositeFieldContainer[_checkpoint_pb2.StoredObject]:
         """Objects of the checkpoint."""
@@ -592,10 +599,11 @@ class LoadStateRequest(_message.Message):
         objects: _abc.Iterable[_checkpoint_pb2.StoredObject] | None = ...,
         transport: _builtins.str = ...,
         seed: _builtins.int = ...,
+        weight_dtype: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["model_id", b"model_id", "objects", b"objects", "path", b"path", "seed", b"seed", "store_url", b"store_url", "transport", b"transport"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model_id", b"model_id", "objects", b"objects", "path", b"path", "seed", b"seed", "store_url", b"store_url", "transport", b"transport", "weight_dtype", b"weight_dtype"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

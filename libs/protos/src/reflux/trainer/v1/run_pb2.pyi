@@ -591,6 +591,7 @@ class FleetConfig(_message.Message):
     ROLLOUT_WORKERS_FIELD_NUMBER: _builtins.int
     TRANSPORT_FIELD_NUMBER: _builtins.int
     SYNC_TIMEOUT_SECONDS_FIELD_NUMBER: _builtins.int
+    WEIGHT_DTYPE_FIELD_NUMBER: _builtins.int
     engines: _builtins.int
     """Inference replicas."""
     rollout_workers: _builtins.int
@@ -599,6 +600,8 @@ class FleetConfig(_message.Message):
     """Weight transport: "ucx" or "shm"."""
     sync_timeout_seconds: _builtins.float
     """Seconds that one weight sync may take."""
+    weight_dtype: _builtins.str
+    """Type of the weights that replicas get and compute in: "float32" or "bfloat16"."""
     def __init__(
         self,
         *,
@@ -606,10 +609,11 @@ class FleetConfig(_message.Message):
         rollout_workers: _builtins.int | None = ...,
         transport: _builtins.str | None = ...,
         sync_timeout_seconds: _builtins.float | None = ...,
+        weight_dtype: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_engines", b"_engines", "_rollout_workers", b"_rollout_workers", "_sync_timeout_seconds", b"_sync_timeout_seconds", "_transport", b"_transport", "engines", b"engines", "rollout_workers", b"rollout_workers", "sync_timeout_seconds", b"sync_timeout_seconds", "transport", b"transport"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_engines", b"_engines", "_rollout_workers", b"_rollout_workers", "_sync_timeout_seconds", b"_sync_timeout_seconds", "_transport", b"_transport", "_weight_dtype", b"_weight_dtype", "engines", b"engines", "rollout_workers", b"rollout_workers", "sync_timeout_seconds", b"sync_timeout_seconds", "transport", b"transport", "weight_dtype", b"weight_dtype"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_engines", b"_engines", "_rollout_workers", b"_rollout_workers", "_sync_timeout_seconds", b"_sync_timeout_seconds", "_transport", b"_transport", "engines", b"engines", "rollout_workers", b"rollout_workers", "sync_timeout_seconds", b"sync_timeout_seconds", "transport", b"transport"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_engines", b"_engines", "_rollout_workers", b"_rollout_workers", "_sync_timeout_seconds", b"_sync_timeout_seconds", "_transport", b"_transport", "_weight_dtype", b"_weight_dtype", "engines", b"engines", "rollout_workers", b"rollout_workers", "sync_timeout_seconds", b"sync_timeout_seconds", "transport", b"transport", "weight_dtype", b"weight_dtype"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__engines: _TypeAlias = _typing.Literal["engines"]  # noqa: Y015
     _WhichOneofArgType__engines: _TypeAlias = _typing.Literal["_engines", b"_engines"]  # noqa: Y015
@@ -619,6 +623,8 @@ class FleetConfig(_message.Message):
     _WhichOneofArgType__sync_timeout_seconds: _TypeAlias = _typing.Literal["_sync_timeout_seconds", b"_sync_timeout_seconds"]  # noqa: Y015
     _WhichOneofReturnType__transport: _TypeAlias = _typing.Literal["transport"]  # noqa: Y015
     _WhichOneofArgType__transport: _TypeAlias = _typing.Literal["_transport", b"_transport"]  # noqa: Y015
+    _WhichOneofReturnType__weight_dtype: _TypeAlias = _typing.Literal["weight_dtype"]  # noqa: Y015
+    _WhichOneofArgType__weight_dtype: _TypeAlias = _typing.Literal["_weight_dtype", b"_weight_dtype"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__engines) -> _WhichOneofReturnType__engines | None: ...
     @_typing.overload
@@ -627,6 +633,8 @@ class FleetConfig(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__sync_timeout_seconds) -> _WhichOneofReturnType__sync_timeout_seconds | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__transport) -> _WhichOneofReturnType__transport | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__weight_dtype) -> _WhichOneofReturnType__weight_dtype | None: ...
 
 Global___FleetConfig: _TypeAlias = FleetConfig  # noqa: Y015
 
