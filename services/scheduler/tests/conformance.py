@@ -3,7 +3,6 @@
 A test module of a backend says `from conformance import *` and has a fixture `world` that yields its World, started.
 """
 
-import asyncio
 import os
 import signal
 import uuid
@@ -102,17 +101,17 @@ async def test_a_gang_starts_nothing_before_all_of_its_room_is_there(world):
     await world.occupy(busy)
     world.scheduler()
     job = await world.create(world.role("learner", len(world.nodes), world.gpus))
-    # Another job runs meanwhile: the scheduler had every chance to start a part of the first.
     job = await world.client.until(job.name, lambda job: job.message.startswith("waits"))
-    await asyncio.sleep(1.0)
-    assert world.starts() == {}
+    # Another job runs meanwhile: the scheduler had every chance to start a part of the first.
+    probe = await world.create(world.role("probe"))
+    await world.client.until_state(probe.name, "RUNNING")
+    await world.until(world.starts, "start of the probe")
+    assert set(world.starts()) == {"probe/0"}
     assert (await world.client.get(job.name)).state in (job_pb2.Job.STATE_PENDING, job_pb2.Job.STATE_PLACED)
     await world.vacate(busy)
     job = await world.client.until_state(job.name, "RUNNING")
     assert len(pids_of(job)) == len(world.nodes)
-    await world.client.cancel(job.name)
-    await world.client.until_state(job.name, "CANCELLED")
-    await world.until_clean(*pids_of(job).values())
+    await world.end(job, probe)
 
 
 async def test_a_job_that_is_cancelled_while_it_waits_for_room_leaves_nothing(world):

@@ -91,8 +91,8 @@ class World(ABC):
         )
         queues = self.stack.folder / "queues.toml"
         queues.write_text(f"[policy]\n{policy}\n")
-        environment = {"REFLUX_SCHEDULER_QUEUES": str(queues), **environment}
-        self.stack.start_scheduler(**FAST, **self.settings(), **environment)
+        own = {"REFLUX_SCHEDULER_QUEUES": str(queues), **self.settings()}
+        self.stack.start_scheduler(**{**FAST, **own, **environment})
 
     def role(self, name: str, count: int = 1, gpus: int = 0, **fields) -> job_pb2.RoleSpec:
         """Members that write a file when they start and then stay."""

@@ -42,8 +42,8 @@ def test_a_member_within_its_memory_runs_and_its_group_goes_with_it(groups: Memb
     assert not [path for folder in groups.folders.values() for path in folder.iterdir() if path.is_dir()]
 
 
-def test_groups_are_gone_after_the_agent_has_closed_them() -> None:
-    groups = MemberGroups.open()
+def test_groups_are_gone_after_the_agent_has_closed_them(groups: MemberGroups) -> None:
     groups.enter("job/a/0", 64 * MIB, 1000)
+    assert all(folder.exists() for folder in groups.folders.values())
     groups.close()
     assert not any(folder.exists() for folder in groups.folders.values())

@@ -18,7 +18,10 @@ from reflux.scheduler.v1 import scheduler_service_pb2 as pb
 from reflux_kit.channel import open_channel
 from reflux_kit.errors import StartupError
 from reflux_kit.server import running
+from reflux_placement.policy.cycle import decide
+from reflux_placement.policy.view import Start
 from reflux_placement.topology import NOTHING, Node, Topology, build_topology
+from reflux_scheduler import planner
 from reflux_scheduler.backends import BACKENDS
 from reflux_scheduler.backends.local import LocalBackend
 from reflux_scheduler.main import SchedulerSettings, build
@@ -152,7 +155,15 @@ async def test_a_queue_above_its_limit_waits_for_quota_and_holds_up_nobody(door)
     await door.cancel(first.name)
 
 
-async def test_fifty_queues_are_served_in_one_cycle(tmp_path, url):
+async def test_fifty_queues_are_served_in_one_cycle(tmp_path, url, monkeypatch):
+    starts: list[int] = []
+
+    def counted(*words):
+        decision = decide(*words)
+        starts.append(sum(isinstance(action, Start) for action in decision.actions))
+        return decision
+
+    monkeypatch.setattr(planner, "decide", counted)
     queues = "".join(f"[queues.q{number}]\nweight = {1 + number % 5}\n" for number in range(50))
     async with scheduler(tmp_path, url, queues) as door:
         jobs = [await door.new(gang(1, gpus=0), queue=f"q{number}") for number in range(50)]
@@ -160,6 +171,7 @@ async def test_fifty_queues_are_served_in_one_cycle(tmp_path, url):
         await door.register("n1")
         for job in jobs:
             await door.placed(job)
+    assert [count for count in starts if count] == [50]
 
 
 async def test_a_drained_node_takes_no_work_until_it_is_opened_and_a_restart_remembers(tmp_path, url):
