@@ -1,0 +1,128 @@
+"""Tests of the path between this process and an owner of memory: a rate per pair, and an error below the floor."""
+
+import logging
+import threading
+from dataclasses import dataclass
+
+from reflux_transfer import handles
+from reflux_transfer.backends.base import TransferBackend
+from reflux_transfer.errors import PathTooSlow
+from reflux_transfer.handles import Scope
+from reflux_transfer.peer import ProcessIdentity
+from reflux_transfer.probe.floors import floor_of, hint_of
+from reflux_transfer.probe.metrics import PATH, PATH_OK
+from reflux_transfer.probe.self_test import TEST_BYTES, timed_read
+from reflux_transfer.probe.transports import ucx_transports
+from reflux_transfer.settings import TransferSettings
+
+log = logging.getLogger(__name__)
+
+_ROUNDS = 3
+_JUDGED_BYTES = 4 << 20
+
+
+@dataclass(frozen=True)
+class PathStatus:
+    """The path to one peer. `kind` is the backend's name, or `ucx-rdma`; rates are bytes per second.
+
+    Regions under 4 MiB are read, but not judged: their time is the latency.
+    """
+
+    peer: str
+    backend: str
+    kind: str
+    same_host: bool
+    bytes: int
+    bytes_per_second: float
+    floor: float
+
+    @property
+    def judged(self) -> bool:
+        """Whether the rate says something about the path."""
+        return self.bytes >= _JUDGED_BYTES
+
+    @property
+    def ok(self) -> bool:
+        """Not known to be below the floor."""
+        return not self.judged or self.bytes_per_second >= self.floor
+
+    def check(self) -> None:
+        """Raises `PathTooSlow` below the floor."""
+        if not self.ok:
+            path = f"the path to {self.peer} by {self.kind}"
+            raise PathTooSlow(path, self.bytes_per_second, self.floor, hint_of(self.kind))
+
+
+def measure_pair(
+    backend: TransferBackend,
+    handle: bytes,
+    *,
+    peer: str,
+    settings: TransferSettings | None = None,
+    scope: Scope | None = None,
+    length: int = TEST_BYTES,
+) -> PathStatus:
+    """Reads up to 32 MiB from the start of the peer's region into memory of its own, three times, and takes the best.
+
+    The status is logged and exported whatever it says: the caller decides by `check`. Raises what `open` and `read`
+    raise.
+    """
+    settings = settings or TransferSettings()
+    same_host = _owner_is_here(handle)
+    kind = "ucx-rdma" if backend.name == "ucx" and not same_host and ucx_transports(settings).rdma else backend.name
+    remote = backend.open(handle, scope)
+    try:
+        count = min(length, remote.length)
+        scratch = backend.allocate(count)
+        try:
+            rate = count / min(timed_read(backend, remote, scratch, count) for _ in range(_ROUNDS))
+        finally:
+            backend.unregister(scratch)
+    finally:
+        backend.release(remote)
+    status = PathStatus(peer, backend.name, kind, same_host, count, rate, floor_of(kind, settings))
+    PATH.labels(peer, backend.name).set(rate)
+    PATH_OK.labels(peer, backend.name).set(status.ok)
+    level = logging.INFO if status.ok else logging.ERROR
+    log.log(level, "path to %s by %s: %.2f GB/s, floor %.2f", peer, kind, rate / 1e9, status.floor / 1e9)
+    return status
+
+
+class PathBook:
+    """The paths of one process, each tested once before its first use. All methods may be called from any thread."""
+
+    def __init__(self, settings: TransferSettings | None = None) -> None:
+        self._settings = settings or TransferSettings()
+        self._known: dict[tuple[str, str], PathStatus] = {}
+        self._lock = threading.Lock()
+
+    def check(self, backend: TransferBackend, handle: bytes, *, peer: str, scope: Scope | None = None) -> PathStatus:
+        """Tests the path to `peer` unless it is known to be good. Raises `PathTooSlow`; it is tested again then."""
+        with self._lock:
+            known = self._known.get((peer, backend.name))
+        if known is None or not known.ok:
+            known = measure_pair(backend, handle, peer=peer, settings=self._settings, scope=scope)
+            with self._lock:
+                self._known[peer, backend.name] = known
+        known.check()
+        return known
+
+    def forget(self, peer: str) -> None:
+        """The peer has gone: another process may come under its name."""
+        with self._lock:
+            gone = [key for key in self._known if key[0] == peer]
+            for key in gone:
+                del self._known[key]
+        for name, backend in gone:
+            PATH.remove(name, backend)
+            PATH_OK.remove(name, backend)
+
+    def statuses(self) -> tuple[PathStatus, ...]:
+        """Every known path, ordered by peer."""
+        with self._lock:
+            return tuple(self._known[key] for key in sorted(self._known))
+
+
+def _owner_is_here(handle: bytes) -> bool:
+    owner = handles.unseal(handle, handles.backend_of(handle), owner=dict)["owner"]
+    return ProcessIdentity.from_json(owner).on_this_host()
