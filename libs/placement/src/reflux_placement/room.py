@@ -15,6 +15,7 @@ from reflux_placement.gang import Assignment, GangDemand
 from reflux_placement.topology import Ints, Resources, Topology
 
 MAX_GPUS_PER_NODE = 63
+_NONE: Ints = np.zeros(0, dtype=np.int64)
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,13 +90,9 @@ class Room:
         """
         assert job not in self._held, f"{job} is booked already"
         node_M, need_MR = member_needs(demand, assignment)
-        need_NR = np.zeros_like(self.free_NR)
-        np.add.at(need_NR, node_M, need_MR)
-        touched = np.unique(node_M)
-        short = (need_NR[touched] > self.free_NR[touched]).any(axis=1)
-        if short.any():
-            node = self.topology.nodes[int(touched[int(short.argmax())])].name
-            raise Occupied(f"{job}: node {node} has too little free")
+        short = self._short_of(node_M, need_MR)
+        if len(short):
+            raise Occupied(f"{job}: node {self.topology.nodes[int(short[0])].name} has too little free")
         kept_M = _kept_gpus(demand, assignment, keep, len(node_M))
         holding = Holding(demand, assignment, node_M, self._pick_gpus(node_M, need_MR[:, 0], kept_M))
         self._apply(holding, 1)
@@ -105,11 +102,9 @@ class Room:
     def restore(self, job: str, holding: Holding) -> None:
         """Books what a job held before, GPUs included. Raises Occupied; nothing was taken then."""
         assert job not in self._held, f"{job} is booked already"
-        free, gpus = self.free_NR.copy(), self._gpus_N.copy()
-        self._apply(holding, 1)
-        if (self.free_NR < 0).any() or _overlap(holding, gpus):
-            self.free_NR, self._gpus_N = free, gpus
+        if len(self._short_of(holding.node_M, holding.need_MR)) or _overlap(holding, self._gpus_N):
             raise Occupied(f"{job}: what it held is not free any more")
+        self._apply(holding, 1)
         self._held[job] = holding
 
     def release(self, job: str) -> None:
@@ -127,12 +122,19 @@ class Room:
         """Jobs with a member on a node."""
         return [job for job, holding in self._held.items() if (holding.node_M == node).any()]
 
+    def _short_of(self, node_M: Ints, need_MR: Ints) -> Ints:
+        """Nodes with less free than their members need, ascending."""
+        nodes_K, position_M = np.unique(node_M, return_inverse=True)
+        need_KR = np.zeros((len(nodes_K), 3), dtype=np.int64)
+        np.add.at(need_KR, position_M, need_MR)
+        return nodes_K[(need_KR > self.free_NR[nodes_K]).any(axis=1)]
+
     def _pick_gpus(self, node_M: Ints, count_M: Ints, kept_M: Ints) -> Ints:
         picked_M = kept_M.copy()
         nodes_K, position_M, members_K = np.unique(node_M, return_inverse=True, return_counts=True)
         alone_M = (members_K[position_M] == 1) & (kept_M == 0)
         _pick_alone(picked_M, self._gpus_N[node_M], np.where(alone_M, count_M, 0))
-        if alone_M.all():
+        if not (~alone_M & (kept_M == 0) & (count_M > 0)).any():
             return picked_M
         left = {int(node): int(self._gpus_N[node]) for node in nodes_K}
         for member in np.flatnonzero(kept_M).tolist():
@@ -174,27 +176,29 @@ def _kept_gpus(demand: GangDemand, assignment: Assignment, keep: Holding | None,
     kept_M = np.zeros(num_members, dtype=np.int64)
     if keep is None:
         return kept_M
-    masks: dict[tuple[str, int, int], int] = {}
+    before: dict[str, tuple[Ints, Ints]] = {}
     member = 0
     for role in keep.demand.roles:
-        for rank, node in enumerate(keep.assignment.nodes.get(role.role, ())):
-            masks[role.role, rank, int(node)] = int(keep.gpus_M[member])
-            member += 1
+        ranks = keep.assignment.nodes.get(role.role, _NONE)
+        before[role.role] = (ranks, keep.gpus_M[member : member + len(ranks)])
+        member += len(ranks)
     member = 0
     for role in demand.roles:
-        for rank, node in enumerate(assignment.nodes.get(role.role, ())):
-            kept_M[member] = masks.get((role.role, rank, int(node)), 0)
-            member += 1
+        ranks = assignment.nodes.get(role.role, _NONE)
+        was, masks = before.get(role.role, (_NONE, _NONE))
+        both = min(len(ranks), len(was))
+        kept_M[member : member + both] = np.where(ranks[:both] == was[:both], masks[:both], 0)
+        member += len(ranks)
     return kept_M
 
 
 def _overlap(holding: Holding, gpus_N: Ints) -> bool:
     """Whether a member's GPUs were not all free, or two members share one."""
-    left = gpus_N.copy()
+    left = dict(zip(holding.node_M.tolist(), gpus_N[holding.node_M].tolist(), strict=True))
     for node, mask in zip(holding.node_M.tolist(), holding.gpus_M.tolist(), strict=True):
-        if mask & ~int(left[node]):
+        if mask & ~left[node]:
             return True
-        left[node] = int(left[node]) & ~mask
+        left[node] &= ~mask
     return False
 
 
