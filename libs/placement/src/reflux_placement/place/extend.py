@@ -119,7 +119,7 @@ class _Extension:
 
     def run(self, nodes: dict[str, Ints]) -> Assignment | Misfit:
         stuck: Misfit | None = None
-        for order in itertools.islice(self._orders(), MAX_ORDERS):
+        for order in itertools.islice(self._orders(nodes), MAX_ORDERS):
             trial = {role: ranks.copy() for role, ranks in nodes.items()}
             found = self._fill(trial, self._left_NR.copy(), order)
             if found is None:
@@ -128,9 +128,11 @@ class _Extension:
         assert stuck is not None, "there is at least one order of roles"
         return stuck
 
-    def _orders(self) -> Iterator[tuple[RolePlan, ...]]:
-        """The usual order of roles first; the others for the case that one took the only room of another."""
-        return itertools.permutations(self._question.plans)
+    def _orders(self, nodes: Mapping[str, Ints]) -> Iterator[tuple[RolePlan, ...]]:
+        """The usual order of the roles that miss a rank first; the others for the case that one took the only room of
+        another."""
+        missing = [plan for plan in self._question.plans if (nodes[plan.demand.role] < 0).any()]
+        return itertools.permutations(missing)
 
     def _fill(self, nodes: dict[str, Ints], left_NR: Ints, order: tuple[RolePlan, ...]) -> Misfit | None:
         """Places all missing ranks; a misfit when a slot has no room or the kept members break a demand already."""
