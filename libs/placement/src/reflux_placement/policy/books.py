@@ -38,8 +38,8 @@ Found = Assignment | Misfit | Delays
 class Books:
     """The state of a cycle; `room` is the one of the view."""
 
-    def __init__(self, view: View) -> None:
-        self.view, self.now = view, view.now
+    def __init__(self, view: View, *, explain: bool = True) -> None:
+        self.view, self.now, self._explain = view, view.now, explain
         self.room: Room = view.room
         self.ledger = Ledger(view.queues, Resources(*self.room.topology.capacity_NR.sum(axis=0).tolist()))
         self.live: dict[str, Live] = dict(view.live)
@@ -173,19 +173,22 @@ class Books:
         known = self._misfits.get(gang)
         if known is not None:
             return known
-        binding = self.binding(ask) if self.reserved else []
-        key = (gang, tuple(each.job for each in binding))
-        if key in self._delays:
-            return self._delays[key]
-        found: Found = self._search(gang)
+        if self._delays:
+            delays = self._delays.get((gang, tuple(each.job for each in self.binding(ask))))
+            if delays is not None:
+                return delays
+        found = self._search(gang)
         if isinstance(found, Misfit):
             self._misfits[gang] = found
-        elif binding and any(each.touches(found.used_nodes()) for each in binding):
-            with_reserved = find_place(self.outside(binding), gang)
-            found = with_reserved if isinstance(with_reserved, Assignment) else Delays(binding[0])
-            if isinstance(found, Delays):
-                self._delays[key] = found
-        return found
+            return found
+        binding = self.binding(ask) if self.reserved else []
+        if not any(each.touches(found.used_nodes()) for each in binding):
+            return found
+        outside = find_place(self.outside(binding), gang)
+        if isinstance(outside, Assignment):
+            return outside
+        delays = self._delays[gang, tuple(each.job for each in binding)] = Delays(binding[0])
+        return delays
 
     def _search(self, gang: GangDemand) -> Assignment | Misfit:
         """`find_place` behind the quick proof, whose bounds are renewed once they have let a misfit through. For a few
@@ -193,7 +196,7 @@ class Books:
         if len(self.view.pending) <= _FEW:
             return find_place(self.room, gang)
         if self._prescreen is None:
-            self._prescreen, self._prescreen_is_stale = Prescreen(self.room), False
+            self._prescreen, self._prescreen_is_stale = Prescreen(self.room, explain=self._explain), False
         found = self._prescreen.hopeless(gang) or find_place(self.room, gang)
         if isinstance(found, Misfit) and self._prescreen_is_stale:
             self._prescreen = None

@@ -49,7 +49,7 @@ class _Cycle:
         pending = held_together(view.pending, view.room.topology, view.now, config.locality_patience_seconds)
         view = replace(view, pending=pending)
         self._view, self._config = view, config
-        self._books = Books(view)
+        self._books = Books(view, explain=config.explain)
         self._maker = RoomMaker(self._books, config)
         self._reasons = Reasons(self._books, explain=config.explain)
         self._reserver = Reserver(self._books, config, self._reasons)

@@ -230,10 +230,7 @@ class Trial:
     def _room_for(self, piece: Piece) -> tuple[Ints, tuple[int, int, int], int]:
         """Per part, how many members of the piece's largest kind fit without breaking a slot (-1 where it may not
         go), that kind, and how many of it there are."""
-        kinds: dict[tuple[int, int, int], int] = {}
-        for gpus, millicpus, memory in piece.need_KR.tolist():
-            kinds[gpus, millicpus, memory] = kinds.get((gpus, millicpus, memory), 0) + 1
-        each, count = max(kinds.items(), key=lambda kind: (kind[0][0] * kind[1], kind))
+        each, count = piece.largest_kind
         room_P = self.yard.fit_P(each).copy()
         slot = self.slot
         assert slot is not None

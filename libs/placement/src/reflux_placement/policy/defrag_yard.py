@@ -18,7 +18,7 @@ from reflux_placement.place.tree import tree_of
 from reflux_placement.policy.pieces import Piece, allowed_nodes, pieces_of
 from reflux_placement.policy.view import Live
 from reflux_placement.room import Holding, Room
-from reflux_placement.topology import Ints, Resources, Topology
+from reflux_placement.topology import UNLIMITED, Ints, Resources, Topology
 
 Row = tuple[int, int, int]
 
@@ -83,27 +83,30 @@ class Yard:
     def below_P(self, gpus: int) -> Ints:
         """GPUs of the movable pieces of fewer than `gpus` GPUs, per part."""
         if gpus not in self._below:
-            self._below[gpus] = np.array(
-                [
-                    sum(piece.gpus for piece in self.pieces.get(part, ()) if piece.gpus < gpus)
-                    for part in range(self.layer.num_parts)
-                ],
-                dtype=np.int64,
-            )
+            below_P = self._below[gpus] = np.zeros(self.layer.num_parts, dtype=np.int64)
+            for part, pieces in self.pieces.items():
+                below_P[part] = sum(piece.gpus for piece in pieces if piece.gpus < gpus)
         return self._below[gpus]
 
     def smaller_sets(self, part: int, each: Row, target: int, below_gpus: int = ANY_SIZE) -> list[list[Piece]]:
         """Sets of pieces (each of fewer GPUs than `below_gpus`) without which `target` members fit into a part;
         few GPUs first. Three ways to choose: smallest first, largest that still fits first, one alone."""
-        start, stop = self._range(part)
-        free_NR = np.where(self.room.open_N[start:stop, None], self.room.free_NR[start:stop], -1)
         local = sorted((p for p in self.pieces.get(part, ()) if p.gpus < below_gpus), key=lambda p: p.gpus)
+        now = int(self.fit_P(each)[part])
+        copies_N, free_NR = self._copies[each], self.room.free_NR
 
         def fits(gone: Collection[Piece]) -> bool:
-            after_NR = free_NR.copy()
+            """Counts nodes with pieces anew (they are open), member by member: arrays cost more for so few."""
+            after: dict[int, list[int]] = {}
             for piece in gone:
-                np.add.at(after_NR, piece.node_K - start, piece.need_KR)
-            return int(copies_per_node(after_NR, Resources(*each)).sum()) >= target
+                for node, need in piece.rows:
+                    row = after.get(node)
+                    if row is None:
+                        row = after[node] = free_NR[node].tolist()
+                    for kind in range(3):
+                        row[kind] += need[kind]
+            gained = sum(_copies(row, each) - int(copies_N[node]) for node, row in after.items())
+            return now + gained >= target
 
         if not fits(local):
             return []
@@ -201,6 +204,11 @@ class Yard:
             if each in self._fits:
                 np.add.at(self._fits[each], self.layer.part_N[touched], now_T - copies_N[touched])
             copies_N[touched] = now_T
+
+
+def _copies(free: list[int], each: Row) -> int:
+    """Members of a size on one open node (`copies_per_node`)."""
+    return max(0, min((have // amount for have, amount in zip(free, each, strict=True) if amount), default=UNLIMITED))
 
 
 def _grown(pieces: list[Piece], fits: Callable[[Collection[Piece]], bool]) -> list[Piece]:

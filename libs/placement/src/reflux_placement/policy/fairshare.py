@@ -60,8 +60,9 @@ def in_order(pending: Iterable[Ask], ledger: Ledger, *, blocked: Callable[[str],
         queues = by_priority[priority]
         if len(queues) == 1:
             queue, line = next(iter(queues.items()))
-            while line.asks:
+            while line.asks and not line.by_area:
                 yield line.take(blocked is not None and blocked(queue))
+            yield from line.asks
             continue
         heap = [(shares(ledger, queue), line.asks[0].number, queue) for queue, line in queues.items()]
         heapq.heapify(heap)

@@ -36,6 +36,19 @@ class Piece:
         """GPUs of all members."""
         return int(self.need_KR[:, 0].sum())
 
+    @cached_property
+    def rows(self) -> list[tuple[int, list[int]]]:
+        """Node and need of every member."""
+        return list(zip(self.node_K.tolist(), self.need_KR.tolist(), strict=True))
+
+    @cached_property
+    def largest_kind(self) -> tuple[tuple[int, int, int], int]:
+        """The size of member that takes most GPUs in all, and how many of it there are."""
+        kinds: dict[tuple[int, int, int], int] = {}
+        for _, (gpus, millicpus, memory) in self.rows:
+            kinds[gpus, millicpus, memory] = kinds.get((gpus, millicpus, memory), 0) + 1
+        return max(kinds.items(), key=lambda kind: (kind[0][0] * kind[1], kind))
+
 
 def bound_tighter(topology: Topology, named: str, level: int) -> bool:
     """Whether a constraint at level `named` keeps members inside one domain at position `level` (or tighter)."""
@@ -92,11 +105,17 @@ def pieces_of(topology: Topology, job: str, holding: Holding, level: int) -> lis
     needs = {demand.role: demand.each.row for demand in holding.demand.roles}
     sizes = {role: len(ranks) for role, ranks in nodes.items()}
     part_N = tree_of(topology).layers[level].part_N
+    parts = {role: part_N[ranks].tolist() for role, ranks in nodes.items()}
+    alone = {role: np.array([row], dtype=np.int64) for role, row in needs.items()}
     pieces = []
     for members in groups_of(topology, holding.demand, sizes, level):
-        node_K = np.array([nodes[role][rank] for role, rank in members], dtype=np.int64)
-        need_KR = np.array([needs[role] for role, _ in members], dtype=np.int64)
-        pieces.append(Piece(job, int(part_N[node_K[0]]), tuple(members), node_K, need_KR))
+        role, rank = members[0]
+        if len(members) == 1:
+            node_K, need_KR = nodes[role][rank : rank + 1], alone[role]
+        else:
+            node_K = np.array([nodes[role][rank] for role, rank in members], dtype=np.int64)
+            need_KR = np.array([needs[role] for role, _ in members], dtype=np.int64)
+        pieces.append(Piece(job, parts[role][rank], tuple(members), node_K, need_KR))
     return pieces
 
 

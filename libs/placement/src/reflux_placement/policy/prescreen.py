@@ -4,51 +4,58 @@ gang of one role the members that the best domain of its required level holds.
 Most asks of a full cluster fail here in microseconds; only the others are searched for (`place.search`).
 """
 
+import numpy as np
+
 from reflux_placement.gang import GangDemand, RoleDemand
 from reflux_placement.place.capacity import copies_per_node
 from reflux_placement.place.misfit import Misfit
 from reflux_placement.room import Room
 from reflux_placement.topology import CLUSTER, NODE, Ints, Resources
 
+UNSAID = Misfit(role="", constraint="sum", level=CLUSTER, resource="gpus", needed=0, available=0)
+"""The answer where nobody asks why: it only says that the gang does not fit."""
+
 
 class Prescreen:
     """Bounds on what the open nodes of a room hold; they stay true while room only shrinks."""
 
-    def __init__(self, room: Room) -> None:
-        self._room = room
+    def __init__(self, room: Room, *, explain: bool) -> None:
+        self._room, self._explain = room, explain
         self._usable_NR: Ints = room.usable_NR()
-        self._by_size: dict[tuple[Resources, int], tuple[int, int]] = {}
+        self._by_size: dict[tuple[tuple[int, int, int], int], tuple[int, int]] = {}
         self._by_gpus: dict[int, tuple[int, int, int]] = {}
+        self._with_gpus: dict[int, Ints] = {}
         self._sums: list[int] = self._usable_NR.clip(min=0).sum(axis=0).tolist()
+        self._total = Resources(*self._sums)
 
     def hopeless(self, gang: GangDemand) -> Misfit | None:
         """Why the gang cannot fit, if the bounds show it; None says nothing."""
-        needed = [0, 0, 0]
         for role in gang.roles:
-            if not role.least:
+            least = role.least
+            if not least:
                 continue
-            members, millicpus, memory_bytes = self._bounds(role.each.gpus)
-            row = role.each.row
-            if role.each.gpus and members < role.least:
+            each = role.each
+            members, millicpus, memory_bytes = self._bounds(each.gpus)
+            if each.gpus and members < least:
                 return self._too_few(role, members)
-            if row[1] > millicpus or row[2] > memory_bytes:
-                return None if role.each.gpus else self._too_large(role, 1 if row[1] > millicpus else 2)
-            for kind in range(3):
-                needed[kind] += row[kind] * role.least
-        for kind in range(3):
-            if needed[kind] > self._sums[kind]:
-                return self._misfit("", "sum", CLUSTER, kind, needed[kind], self._sums[kind], self._cluster)
+            if each.millicpus > millicpus or each.memory_bytes > memory_bytes:
+                return None if each.gpus else self._too_large(role, 1 if each.millicpus > millicpus else 2)
+        needed = gang.least_total()
+        if not needed.fits_in(self._total):
+            kind = next(kind for kind in range(3) if needed.row[kind] > self._sums[kind])
+            return self._misfit("", "sum", CLUSTER, kind, needed.row[kind], self._sums[kind], self._cluster)
         return self._nowhere(gang) if len(gang.roles) == 1 else None
 
     def _nowhere(self, gang: GangDemand) -> Misfit | None:
         """Whether no domain of the level that one role must stay in holds its members."""
         role, topology = gang.roles[0], self._room.topology
         at = min(topology.tightness(gang.required_level), topology.tightness(role.required_level))
-        known = self._by_size.get((role.each, at))
+        key = (role.each.row, at)
+        known = self._by_size.get(key)
         if known is None:
-            sums = topology.sums(copies_per_node(self._usable_NR, role.each), at)
+            sums = topology.sums(self._copies_N(role.each), at)
             best = int(sums.argmax()) if len(sums) else -1
-            known = self._by_size[role.each, at] = (best, int(sums[best]) if best >= 0 else 0)
+            known = self._by_size[key] = (best, int(sums[best]) if best >= 0 else 0)
         best, members = known
         if members >= role.least or best < 0:
             return None
@@ -64,6 +71,17 @@ class Prescreen:
             needed=role.least * unit,
             available=members * unit,
         )
+
+    def _copies_N(self, each: Resources) -> Ints:
+        """Members of a size on every node. Few nodes of a full cluster have GPUs left: the others are not divided."""
+        if not each.gpus:
+            return copies_per_node(self._usable_NR, each)
+        nodes_K = self._with_gpus.get(each.gpus)
+        if nodes_K is None:
+            nodes_K = self._with_gpus[each.gpus] = np.flatnonzero(self._usable_NR[:, 0] >= each.gpus)
+        copies_N = np.zeros(len(self._usable_NR), dtype=np.int64)
+        copies_N[nodes_K] = copies_per_node(self._usable_NR[nodes_K], each)
+        return copies_N
 
     def _bounds(self, gpus: int) -> tuple[int, int, int]:
         """Members of so many GPUs that fit (0 for none), most CPUs and most memory of a node that holds one."""
@@ -95,6 +113,8 @@ class Prescreen:
     def _misfit(
         self, role: str, constraint: str, level: str, kind: int, needed: int, available: int, domain: str
     ) -> Misfit:
+        if not self._explain:
+            return UNSAID
         return Misfit(
             role=role,
             constraint=constraint,  # pyright: ignore[reportArgumentType]

@@ -63,16 +63,19 @@ class Reasons:
 
     def blocked(self, ask: Ask, found: Misfit | Delays) -> None:
         """It does not fit now."""
-        if ask.gang in self._away:
+        if self._away and ask.gang in self._away:
             self._wait(ask, "nodes_away", self._away[ask.gang])
         elif isinstance(found, Delays):
             self._wait(ask, "reservation", self._delay(found))
         else:
-            mine = self._books.reserved.get(ask.job)
-            promise = f"; {self._promise(mine)}" if mine is not None and self._explain else ""
-            in_pieces = ask.gang not in self._never and self._books.enough_in_sum(ask.gang)
+            in_pieces = self._books.enough_in_sum(ask.gang) and ask.gang not in self._never
             cause = "fragmentation" if in_pieces else "resources"
-            self._wait(ask, cause, f"{self._sentence(found)}{promise}" if self._explain else "")
+            if not self._explain:
+                self._wait(ask, cause, "")
+                return
+            mine = self._books.reserved.get(ask.job)
+            promise = f"; {self._promise(mine)}" if mine is not None else ""
+            self._wait(ask, cause, f"{self._sentence(found)}{promise}")
 
     def _wait(self, ask: Ask, cause: str, sentence: str) -> None:
         self.waits[ask.job] = Wait(ask.job, cause, sentence if self._explain else "")  # pyright: ignore[reportArgumentType]

@@ -31,6 +31,10 @@ class Reserver:
         self._never: set[tuple[GangDemand, tuple[str, ...]]] = set()
         """Do not fit beside these reservations when every live job has left either."""
 
+        self._seen: tuple[str, ...] = ()
+        self._weakest: str | None = None
+        """Of the reservations of `_seen`: most asks of a full cluster only need to know this."""
+
     def keep(self, standing: Standing) -> None:
         """It stays as long as its time has not passed: whoever was promised room is not overtaken again and again.
         After `patience_seconds` it stays in any case."""
@@ -55,16 +59,22 @@ class Reserver:
 
     def reserve(self, ask: Ask) -> None:
         """A reservation while there are slots; one of lower priority makes way. One overdue ask needs no slot."""
-        reserved = list(self._books.reserved.values())
-        if not self._config.reservations or ask.job in self._books.reserved:
+        held = self._books.reserved
+        if not self._config.reservations or ask.job in held:
             return
+        names = tuple(held)
+        if names != self._seen:
+            self._seen, self._weakest = names, self._weakest_of(list(held.values()))
+        if self._weakest is not None and held[self._weakest].ask.priority >= ask.priority:
+            return
+        self._reserve_beside(ask, [each for each in held.values() if each.job != self._weakest])
+
+    def _weakest_of(self, reserved: Sequence[Standing]) -> str | None:
+        """Whose reservation makes way for one of a higher priority; None while a slot is left."""
         overdue = any(self.overdue(each.ask) for each in reserved)
-        if len(reserved) - overdue >= self._config.reservations:
-            weakest = min(reserved, key=lambda each: (each.ask.priority, -each.ask.number))
-            if weakest.ask.priority >= ask.priority:
-                return
-            reserved.remove(weakest)
-        self._reserve_beside(ask, reserved)
+        if len(reserved) - overdue < self._config.reservations:
+            return None
+        return min(reserved, key=lambda each: (each.ask.priority, -each.ask.number)).job
 
     def reserve_for_oldest(self, waiting: Sequence[Ask]) -> None:
         """The oldest ask that waited too long has a reservation, however small the shares of other queues are, before

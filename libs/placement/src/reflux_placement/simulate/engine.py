@@ -80,6 +80,7 @@ class _Simulation:
         self._live: dict[str, Live] = {}
         self._claims: tuple[Claim, ...] = ()
         self._away: dict[int, list[Fault]] = {}
+        self._any_elastic = any(role.most > role.least for job in jobs for role in job.gang.roles)
         self._sampler = Sampler(topology, jobs, options.samples)
         self._cycles = self._ended = 0
         self._sequence = itertools.count()
@@ -107,7 +108,9 @@ class _Simulation:
         heapq.heappush(self._events, (at, kind, next(self._sequence), what))
 
     def _may_grow(self) -> bool:
-        return any(role.most > role.least for live in self._live.values() for role in live.ask.gang.roles)
+        return self._any_elastic and any(
+            role.most > role.least for live in self._live.values() for role in live.ask.gang.roles
+        )
 
     # --- events ---
 
