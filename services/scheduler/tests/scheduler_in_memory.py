@@ -4,6 +4,9 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import replace
+
+from fake_cluster import FakeCluster
 
 from reflux_kit.settings import ServiceSettings
 from reflux_placement.policy.config import PolicyConfig
@@ -11,7 +14,7 @@ from reflux_placement.policy.spares import SpareRule
 from reflux_placement.policy.view import DEFAULT_QUEUE, Queue
 from reflux_placement.room import gpu_indices
 from reflux_placement.topology import Topology
-from reflux_scheduler.backends.base import Backend
+from reflux_scheduler.backends.base import Backend, Grant, GrantRefused, GrantStatus, NodeCondition
 from reflux_scheduler.controller import Controller
 from reflux_scheduler.crew import AgentAway, Crew
 from reflux_scheduler.fleet import Fleet, Post, Terms
@@ -215,3 +218,51 @@ class InMemory:
         async with asyncio.timeout(seconds):
             while not condition():
                 await asyncio.sleep(0.002)
+
+
+class Exact(FakeCluster):
+    """A cluster that gives no GPU twice: a grant waits for others to be given back. Its agents come with it."""
+
+    def __init__(self, *nodes: str) -> None:
+        super().__init__(*nodes)
+        self.world: InMemory
+        self.shares: dict[str, dict[str, frozenset[int]]] = {}
+        self.refuses = False
+
+    async def conditions(self) -> Mapping[str, NodeCondition]:
+        return {node: NodeCondition("down" if node in self.world.machines.dead else "up") for node in self.nodes}
+
+    async def request(self, grant: Grant) -> None:
+        if self.refuses and grant.part > 0:
+            raise GrantRefused("not now")
+        self.shares[grant.id] = {share.node: frozenset(share.gpu_indices) for share in grant.shares}
+        self.given.setdefault(grant.id, GrantStatus(grant.id, "waiting", reason="busy"))
+
+    async def release(self, grant_id: str) -> None:
+        for node in self.shares.pop(grant_id, ()):
+            await self.world.machines.forget((node, grant_id))
+        self.given.pop(grant_id, None)
+
+    async def grants(self) -> Mapping[str, GrantStatus]:
+        machines = self.world.machines
+        for grant_id, status in list(self.given.items()):
+            if status.state == "waiting" and not self._taken(grant_id):
+                self.given[grant_id] = GrantStatus(grant_id, "granted")
+                for node in self.shares[grant_id].keys() - machines.dead:
+                    machines.up((node, grant_id))
+                    self.world.controller.registered((node, grant_id))
+        return dict(self.given)
+
+    def lose(self, node: str) -> None:
+        for grant_id, status in self.given.items():
+            if status.state == "granted" and node in self.shares[grant_id]:
+                self.shares[grant_id].pop(node)
+                self.given[grant_id] = replace(status, lost_nodes=(*status.lost_nodes, node))
+                if self.world.fleet.agent((node, grant_id)) is not None:
+                    self.world.machines.lose((node, grant_id))
+        self.world.machines.dead.add(node)
+
+    def _taken(self, grant_id: str) -> bool:
+        wanted = self.shares[grant_id]
+        others = [self.shares[other] for other, status in self.given.items() if status.state == "granted"]
+        return any(wanted[node] & other.get(node, frozenset()) for other in others for node in wanted)

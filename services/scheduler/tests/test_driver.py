@@ -66,13 +66,13 @@ async def test_a_member_of_an_earlier_attempt_does_not_keep_a_job_from_ending(wo
 
 
 async def test_all_members_of_a_large_gang_are_told_to_stop_before_the_end_of_any_is_waited_for(world):
-    job = await world.controller.create(spec(300), "one")
+    job = await world.controller.create(spec(130), "one")
     await world.until(lambda: world.jobs[job.id].state == "RUNNING")
     world.machines.slow = True
     await world.controller.cancel(job.id)
-    everyone = {f"no wait {job.id}/w/{rank}" for rank in range(300)}
+    everyone = {f"no wait {job.id}/w/{rank}" for rank in range(130)}
     await world.until(lambda: everyone <= set(world.machines.told))
-    assert len(world.machines.running) == 300
+    assert len(world.machines.running) == 130
     world.machines.slow = False
     for key in list(world.machines.leaving):
         world.machines.leave(key)
