@@ -81,8 +81,8 @@ class Header:
             raise GenerationGone(f"generation {generation} was overwritten by generation {self.generation_again}")
         if self.state not in (State.STAGING, State.SEALED):
             reason = bytes(page[_REASON])[: self.reason_bytes].decode(errors="replace")
-            state = State(self.state).name.lower() if self.state in State else f"in state {self.state}"
-            raise GenerationGone(f"generation {generation} is {state}: {reason}")
+            names = {state.value: state.name.lower() for state in State}
+            raise GenerationGone(f"generation {generation} is {names.get(self.state, self.state)}: {reason}")
 
 
 _WORD = {field.name: index for index, field in enumerate(fields(Header))}

@@ -1,0 +1,181 @@
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from weights import LAYOUT, SLICE, assert_holds, tensors
+
+from reflux_transfer import fingerprint
+from reflux_transfer.arenas.header import Header
+from reflux_transfer.arenas.publisher import PublisherArenas
+from reflux_transfer.arenas.replica import ReplicaArenas
+from reflux_transfer.arenas.staging import Staging
+from reflux_transfer.backends.shm import ShmBackend
+from reflux_transfer.errors import ArenasBusy, GenerationGone, LayoutError, WrongHandle
+from reflux_transfer.handles import Scope
+from reflux_transfer.pulling.source import RemoteSource
+from reflux_transfer.pulling.stream import follow
+from reflux_transfer.pulling.whole import whole
+
+
+@pytest.fixture
+def backend() -> Iterator[ShmBackend]:
+    opened = ShmBackend()
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def arenas(backend: ShmBackend) -> PublisherArenas:
+    return PublisherArenas(backend, LAYOUT, SLICE)
+
+
+def staged(arenas: PublisherArenas, seed: int, deadline_seconds: float = 0.0) -> Staging:
+    staging = arenas.begin(deadline_seconds)
+    staging.write(tensors(seed))
+    return staging
+
+
+def test_training_on_does_not_change_what_readers_see(arenas: PublisherArenas) -> None:
+    weights = tensors(1)
+    staging = arenas.begin()
+    found = staging.write(weights)
+    weights["big"] += 1
+    assert_holds(arenas.view(staging.generation), tensors(1))
+    assert found == fingerprint.of(arenas.view(staging.generation), LAYOUT, SLICE) == arenas.fingerprint(1)
+
+
+def test_the_committed_generation_stays_while_others_come_and_go(arenas: PublisherArenas) -> None:
+    first = staged(arenas, 1)
+    arenas.pin(first.generation)
+    for seed in (2, 3, 4):  # aborted ones
+        other = staged(arenas, seed)
+        arenas.lease(other.generation, "sync", 60)
+        arenas.release(other.generation, "sync")
+        assert_holds(arenas.view(first.generation), tensors(1))
+    arenas.pin(staged(arenas, 5).generation)
+    staged(arenas, 6)
+    with pytest.raises(KeyError):
+        arenas.view(first.generation)
+
+
+def test_both_arenas_leased_names_the_holders(arenas: PublisherArenas) -> None:
+    arenas.pin(staged(arenas, 1).generation)
+    arenas.lease(staged(arenas, 2).generation, "engine-0", 60)
+    with pytest.raises(ArenasBusy, match="committed version, engine-0"):
+        arenas.begin()
+
+
+def test_a_waiting_stage_gets_the_arena_when_a_lease_ends(arenas: PublisherArenas) -> None:
+    arenas.pin(staged(arenas, 1).generation)
+    second = staged(arenas, 2)
+    arenas.lease(second.generation, "engine-0", 60)
+    arenas.lease(second.generation, "engine-1", 0.05)  # this one expires by itself
+    threading.Timer(0.02, arenas.release, (second.generation, "engine-0")).start()
+    assert arenas.begin(20).generation == second.generation + 1
+
+
+def test_two_stagings_at_once_need_both_arenas(arenas: PublisherArenas) -> None:
+    first, second = arenas.begin(), arenas.begin()
+    with pytest.raises(ArenasBusy, match="another stage"):
+        arenas.begin()
+    first.fail("given up")
+    assert arenas.begin().generation == second.generation + 1
+
+
+def test_tensors_that_do_not_fit_are_named_and_free_the_arena(arenas: PublisherArenas) -> None:
+    weights = tensors(1)
+    for wrong, text in (
+        ({**weights, "bigger": weights["big"]}, r"unexpected \['bigger'\]"),
+        ({"big": weights["big"]}, r"missing \['scalar', 'half', 'last'\]"),
+        ({**weights, "big": weights["big"][1:]}, r"big has shape \[999, 3\]; \[1000, 3\]"),
+        ({**weights, "big": weights["big"].astype(np.float64)}, "8192 bytes do not fit a place of 4096"),
+    ):
+        with pytest.raises(LayoutError, match=text):
+            arenas.begin().write(wrong)
+    assert staged(arenas, 1).generation == 5
+
+
+def test_a_generation_is_written_once(arenas: PublisherArenas) -> None:
+    staging = staged(arenas, 1)
+    with pytest.raises(LayoutError, match="written or given up before"):
+        staging.write(tensors(2))
+    assert_holds(arenas.view(staging.generation), tensors(1))
+
+
+def test_a_transposed_tensor_is_staged_in_its_logical_order(arenas: PublisherArenas) -> None:
+    staging = arenas.begin()
+    staging.write({**tensors(1), "big": np.asfortranarray(tensors(1)["big"])})
+    assert_holds(arenas.view(staging.generation), tensors(1))
+
+
+def test_a_region_without_a_header_is_no_arena(backend: ShmBackend) -> None:
+    with pytest.raises(WrongHandle, match="no header"):
+        Header.parse(memoryview(bytes(4096)))
+    region = backend.allocate(8192)
+    remote = backend.open(backend.describe(region))
+    with pytest.raises(WrongHandle, match="no header"):
+        follow(backend, [RemoteSource(remote, 1)], region, [], deadline_seconds=9)
+
+
+def test_an_offer_is_bound_to_its_run_and_generation(arenas: PublisherArenas, backend: ShmBackend) -> None:
+    handle = arenas.begin().offer(Scope("run-a"))
+    backend.open(handle, Scope("run-a", 1))
+    for other in (Scope("run-b"), Scope("run-a", 2)):
+        with pytest.raises(WrongHandle):
+            backend.open(handle, other)
+
+
+def pulled(backend: ShmBackend, replica: ReplicaArenas, handle: bytes, generation: int) -> int:
+    local = replica.shadow_region(backend)
+    source = RemoteSource(backend.open(handle), generation)
+    report = follow(backend, [source], local, whole(LAYOUT), deadline_seconds=9)
+    replica.swap()
+    return report.fingerprint
+
+
+def test_a_replica_serves_what_it_pulled_until_it_pulls_again(arenas: PublisherArenas, backend: ShmBackend) -> None:
+    staging = staged(arenas, 1)
+    first, second = (ReplicaArenas(LAYOUT, backend=backend, slice_bytes=SLICE) for _ in range(2))
+    source = RemoteSource(backend.open(staging.offer()), staging.generation)
+    report = follow(backend, [source], first.shadow_region(backend), whole(LAYOUT), deadline_seconds=9)
+    first.swap()
+    for given in (report, None):  # with known checksums, and hashed anew
+        handle = first.offer(first.live_index, 7, report=given)
+        assert pulled(backend, second, handle, 7) == report.fingerprint
+        assert_holds(second.view(second.live_index), tensors(1))
+    first.swap()
+    first.shadow_region(backend)
+    with pytest.raises(GenerationGone, match="withdrawn: the replica takes the next version"):
+        pulled(backend, second, handle, 7)
+
+
+def test_a_lease_delays_the_next_pull_into_a_buffer(backend: ShmBackend) -> None:
+    replica = ReplicaArenas(LAYOUT, buffers=1, backend=backend, slice_bytes=SLICE)
+    assert replica.live_index == replica.shadow_index == 0
+    replica.offer(0, 3)
+    replica.lease(3, "joiner", 60)
+    assert replica.leases(3) == 1
+    threading.Timer(0.02, replica.release, (3, "joiner")).start()
+    replica.shadow_region(backend, 20)
+    with pytest.raises(KeyError):
+        replica.lease(3, "joiner", 60)
+
+
+def test_the_same_version_twice_is_the_same_bits(arenas: PublisherArenas, backend: ShmBackend) -> None:
+    staging = staged(arenas, 1)
+    replica = ReplicaArenas(LAYOUT, buffers=1, backend=backend, slice_bytes=SLICE)
+    once = pulled(backend, replica, staging.offer(), staging.generation)
+    bits = bytes(replica.view(0))
+    assert pulled(backend, replica, staging.offer(), staging.generation) == once
+    assert bytes(replica.view(0)) == bits
+
+
+def test_closed_arenas_tell_their_readers(arenas: PublisherArenas, backend: ShmBackend) -> None:
+    staging = staged(arenas, 1)
+    replica = ReplicaArenas(LAYOUT, backend=backend, slice_bytes=SLICE)
+    remote = backend.open(staging.offer())
+    arenas.close()
+    with pytest.raises((GenerationGone, ConnectionError)):
+        follow(backend, [RemoteSource(remote, 1)], replica.shadow_region(backend), whole(LAYOUT), deadline_seconds=9)
+    replica.close()

@@ -1,0 +1,224 @@
+import multiprocessing
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from weights import GEOMETRY, LAYOUT, SLICE, WatchedShm, assert_holds, publish, tensors
+
+from reflux_transfer import fingerprint
+from reflux_transfer.arenas.publisher import PublisherArenas
+from reflux_transfer.arenas.staging import copy
+from reflux_transfer.errors import ChecksumMismatch, GenerationGone, PeerGone, ReadCancelled, ReadDeadlineExceeded
+from reflux_transfer.layout import Layout
+from reflux_transfer.pulling.source import RemoteSource
+from reflux_transfer.pulling.stream import follow
+from reflux_transfer.pulling.whole import whole
+from reflux_transfer.registry import open_backend
+
+PIECES = len(GEOMETRY.pieces)
+
+
+@pytest.fixture
+def backend() -> Iterator[WatchedShm]:
+    opened = WatchedShm()
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def arenas(backend: WatchedShm) -> PublisherArenas:
+    return PublisherArenas(backend, LAYOUT, SLICE)
+
+
+def pull(backend: WatchedShm, handle: bytes, generation: int, **options: Any) -> tuple[Any, memoryview]:
+    local = backend.allocate(LAYOUT.region_bytes)
+    source = RemoteSource(backend.open(handle), generation)
+    return follow(backend, [source], local, whole(LAYOUT), **{"deadline_seconds": 20, **options}), local.view
+
+
+@pytest.mark.parametrize("name", ["shm", "ucx", "tcp"])
+def test_a_reader_pulls_while_another_process_still_writes(name: str) -> None:
+    context = multiprocessing.get_context("spawn")
+    pipe, theirs = context.Pipe()
+    process = context.Process(target=publish, args=(theirs, name))
+    process.start()
+    backend = open_backend(name)
+    try:
+        handle, generation = pipe.recv()
+        local = backend.allocate(LAYOUT.region_bytes)
+        source = RemoteSource(backend.open(handle), generation)
+        with ThreadPoolExecutor(1) as pool:
+            pulled = pool.submit(follow, backend, [source], local, whole(LAYOUT), deadline_seconds=60)
+            for piece in GEOMETRY.pieces:
+                pipe.send("go")
+                begin = piece.slot.offset + piece.start
+                expected = tensors(1)[piece.slot.name].tobytes()[piece.start : piece.start + piece.length]
+                # It is here before the next one is written; a hang would be ended by the pull's deadline.
+                while bytes(local.view[begin : begin + piece.length]) != expected and not pulled.done():
+                    threading.Event().wait(0.001)
+            report = pulled.result()
+        assert report.fingerprint == pipe.recv() == fingerprint.of(local.view, LAYOUT, SLICE)
+        assert (report.slices, len(report.checksums)) == (PIECES, PIECES)
+        assert_holds(local.view, tensors(1))
+    finally:
+        process.kill()
+        process.join()
+        backend.close()
+
+
+def test_a_publisher_killed_while_it_stages_ends_the_pull() -> None:
+    context = multiprocessing.get_context("spawn")
+    pipe, theirs = context.Pipe()
+    process = context.Process(target=publish, args=(theirs, "shm"))
+    process.start()
+    backend = WatchedShm()
+    handle, generation = pipe.recv()
+    pipe.send("go")
+    with ThreadPoolExecutor(1) as pool:
+        pulled = pool.submit(pull, backend, handle, generation, deadline_seconds=60)
+        assert backend.data_read.wait(30)
+        process.kill()
+        with pytest.raises(PeerGone):
+            pulled.result(30)
+    process.join()
+    backend.close()
+
+
+def test_small_neighbours_are_read_at_once(arenas: PublisherArenas, backend: WatchedShm) -> None:
+    staging = arenas.begin()
+    staging.write(tensors(1))
+    reads = []
+    backend.before = lambda offset, length: reads.append((offset, length))
+    report, view = pull(backend, staging.offer(), staging.generation)
+    assert_holds(view, tensors(1))
+    data = [length for offset, length in reads if offset >= GEOMETRY.tensors_offset]
+    assert data == [LAYOUT.region_bytes]
+    assert report.bytes == LAYOUT.region_bytes  # gaps of alignment included
+
+
+def test_a_failed_staging_ends_readers_with_its_reason(arenas: PublisherArenas, backend: WatchedShm) -> None:
+    def cast(part: Any, place: memoryview) -> None:
+        if backend.data_read.wait(20):
+            raise RuntimeError("the optimizer diverged")
+        copy(part, place)
+
+    staging = arenas.begin()
+    first = arenas.begin()  # so that the reader has read something before the cast fails
+    first.write(tensors(2))
+    with ThreadPoolExecutor(1) as pool:
+        pulled = pool.submit(pull, backend, staging.offer(), staging.generation)
+        pull(backend, first.offer(), first.generation)
+        with pytest.raises(RuntimeError, match="diverged"):
+            staging.write(tensors(1), cast)
+        with pytest.raises(GenerationGone, match="generation 1 is failed: RuntimeError: the optimizer diverged"):
+            pulled.result(30)
+
+
+def test_a_staging_that_is_left_unwritten_fails(arenas: PublisherArenas, backend: WatchedShm) -> None:
+    with arenas.begin() as staging:
+        handle = staging.offer()
+    with pytest.raises(GenerationGone, match="nothing was written"):
+        pull(backend, handle, staging.generation)
+
+
+def test_a_generation_overwritten_while_it_is_read_is_gone_not_damaged(
+    arenas: PublisherArenas, backend: WatchedShm
+) -> None:
+    first = arenas.begin()
+    first.write(tensors(1))
+    arenas.pin(arenas.begin().generation)
+
+    def overwrite(offset: int, length: int) -> None:
+        if offset >= GEOMETRY.tensors_offset:
+            backend.before = lambda offset, length: None
+            arenas.begin().write(tensors(3))
+
+    backend.before = overwrite
+    with pytest.raises(GenerationGone, match="generation 1 was overwritten by generation 3"):
+        pull(backend, first.offer(), first.generation)
+
+
+def test_even_equal_bytes_of_another_generation_do_not_count(arenas: PublisherArenas, backend: WatchedShm) -> None:
+    first = arenas.begin()
+    first.write(tensors(1))
+    arenas.pin(arenas.begin().generation)
+
+    def overwrite(offset: int, length: int) -> None:
+        if offset >= GEOMETRY.tensors_offset:
+            backend.before = lambda offset, length: None
+            arenas.begin().write(tensors(1))
+
+    backend.before = overwrite
+    with pytest.raises(GenerationGone, match="overwritten"):
+        pull(backend, first.offer(), first.generation)
+
+
+def test_a_handle_of_an_older_generation_is_refused_at_once(arenas: PublisherArenas, backend: WatchedShm) -> None:
+    first = arenas.begin()
+    first.write(tensors(1))
+    with pytest.raises(GenerationGone, match="generation 9"):
+        pull(backend, first.offer(), 9)
+    assert not backend.data_bytes
+
+
+@pytest.mark.parametrize("name", ["big", "scalar", "half", "last"])
+def test_a_flipped_bit_names_the_tensor(arenas: PublisherArenas, backend: WatchedShm, name: str) -> None:
+    staging = arenas.begin()
+    staging.write(tensors(1))
+    arenas.view(staging.generation)[LAYOUT.by_name[name].end - 1] ^= 0x10
+    with pytest.raises(ChecksumMismatch, match=name) as caught:
+        pull(backend, staging.offer(), staging.generation)
+    assert caught.value.slice_name == name
+
+
+def test_a_pull_ends_when_cancelled_or_late(arenas: PublisherArenas, backend: WatchedShm) -> None:
+    staging = arenas.begin()
+    with pytest.raises(ReadDeadlineExceeded, match="had not written big in time"):
+        pull(backend, staging.offer(), staging.generation, deadline_seconds=0.05)
+    with pytest.raises(ReadCancelled, match="before big"):
+        pull(backend, staging.offer(), staging.generation, cancelled=lambda: True)
+    staging.write(tensors(1))
+    with pytest.raises(ReadDeadlineExceeded):
+        pull(backend, staging.offer(), staging.generation, deadline_seconds=-1)
+
+
+def test_the_end_waits_for_the_seal(arenas: PublisherArenas, backend: WatchedShm) -> None:
+    """All pieces are there and the staging fails after all: the pull must not have succeeded."""
+    staging = arenas.begin()
+
+    def cast(part: Any, place: memoryview) -> None:
+        copy(part, place)
+        if place.nbytes == LAYOUT.by_name["last"].nbytes % SLICE:
+            raise RuntimeError("at the very end")
+
+    with pytest.raises(RuntimeError):
+        staging.write(tensors(1), cast)
+    with pytest.raises(GenerationGone, match="at the very end"):
+        pull(backend, staging.offer(), staging.generation)
+
+
+def test_sources_are_given_once_and_all_of_them(arenas: PublisherArenas, backend: WatchedShm) -> None:
+    staging = arenas.begin()
+    staging.write(tensors(1))
+    local = backend.allocate(LAYOUT.region_bytes)
+    source = RemoteSource(backend.open(staging.offer()), staging.generation, rank=1)
+    with pytest.raises(ValueError, match=r"missing are \[0\]"):
+        follow(backend, [source], local, whole(LAYOUT), deadline_seconds=9)
+    with pytest.raises(ValueError, match="once"):
+        follow(backend, [source, source], local, [], deadline_seconds=9)
+
+
+def test_tensors_may_lie_elsewhere_at_the_target(arenas: PublisherArenas, backend: WatchedShm) -> None:
+    staging = arenas.begin()
+    staging.write(tensors(1))
+    slots = {slot.name: (slot.shape, slot.dtype) for slot in reversed(LAYOUT.slots)}
+    target = Layout.from_shapes(slots)
+    local = backend.allocate(target.region_bytes)
+    source = RemoteSource(backend.open(staging.offer()), staging.generation)
+    report = follow(backend, [source], local, whole(LAYOUT, target), deadline_seconds=9)
+    for slot in target.slots:
+        assert bytes(local.view[slot.offset : slot.end]) == tensors(1)[slot.name].tobytes()
+    assert report.fingerprint == arenas.fingerprint(staging.generation)
+    assert not report.checksums
