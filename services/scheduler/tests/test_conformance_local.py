@@ -1,9 +1,14 @@
 """The conformance suite on backend `local`, where six agents of this machine are the nodes; and what moves members."""
 
+import asyncio
+import os
+import signal
+
 import pytest
 from conformance import *  # noqa: F403
 from conformance_world import World
-from scheduler_stack import alive
+from redis_gate import RedisGate
+from scheduler_stack import HANG_SECONDS, alive
 
 from reflux.scheduler.v1 import job_pb2
 
@@ -47,13 +52,30 @@ def world(own_stack, client) -> LocalWorld:
 
 
 async def test_room_that_was_freed_for_a_job_is_its_own_after_a_kill_of_the_scheduler(world):
-    world.scheduler()
-    low = await world.create(world.role("rollout", len(world.nodes), world.gpus, stop_grace_seconds=1.0))
-    await world.client.until_state(low.name, "RUNNING")
-    high = await world.create(world.role("learner", len(world.nodes), world.gpus), priority=10)
-    await world.client.until(low.name, lambda job: job.preemptions)
-    world.stack.kill("scheduler")
-    world.scheduler()
-    await world.client.until_state(high.name, "RUNNING")
-    low = await world.client.get(low.name)
-    assert (low.state, low.preemptions) == (job_pb2.Job.STATE_PENDING, 1)
+    everything = (len(world.nodes), world.gpus)
+    async with RedisGate(world.stack.environment["REFLUX_REDIS_URL"]) as gate:
+        steady = {"REFLUX_REDIS_URL": gate.url, "REFLUX_SCHEDULER_LEASE_SECONDS": "60"}
+        steady["REFLUX_SCHEDULER_HEARTBEAT_SECONDS"] = "2"
+        world.scheduler(**steady)
+        low = await world.create(world.role("rollout", *everything))
+        await world.client.until_state(low.name, "RUNNING")
+        gate.arm(rb'"ending":{', "after")
+        high = await world.create(world.role("learner", *everything), priority=10, protected=True)
+        async with asyncio.timeout(HANG_SECONDS):
+            await gate.hit.wait()
+        # Nobody is placed before agents speak to the new scheduler, so that the rival is there in time.
+        agents = world.agents()
+        for pid in agents:
+            os.kill(pid, signal.SIGSTOP)
+        try:
+            world.stack.kill("scheduler")
+            await gate.release()
+            world.scheduler(**steady)
+            rival = await world.create(world.role("engine", *everything), priority=11)
+        finally:
+            for pid in agents:
+                os.kill(pid, signal.SIGCONT)
+        await world.client.until_state(high.name, "RUNNING")
+        states = [(await world.client.get(each.name)).state for each in (low, rival)]
+        assert states == [job_pb2.Job.STATE_PENDING] * 2
+        assert (await world.client.get(low.name)).preemptions == 1

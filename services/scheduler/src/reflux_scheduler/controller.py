@@ -67,6 +67,7 @@ class Controller:
         self._wake = asyncio.Event()
         self._due = True
         self._cycled_at = 0.0
+        self._began = time.monotonic()
         self._ticked_at = 0.0
         self._observed_at = 0.0
         self._registrations = -1
@@ -234,7 +235,7 @@ class Controller:
             await self._count_lost(now)
             self._due = self.watch.look() or self._due
             await self._store.set_health(self.nodes.unsaved())
-        if self._due or now - self._cycled_at > _CYCLE_SECONDS:
+        if (self._due or now - self._cycled_at > _CYCLE_SECONDS) and not self._awaits_agents(now):
             self._due = False
             self._cycled_at = now
             self._due = await self.planner.cycle() or self._due
@@ -250,6 +251,12 @@ class Controller:
             await self.book.forget_old()
             self.fleet.keep(self._wanted_grants())
             self._metrics.observe(self)
+
+    def _awaits_agents(self, now: float) -> bool:
+        """Whether room is promised where agents have not come back yet: on closed nodes the policy keeps no promise."""
+        if now - self._began > self.fleet.terms.doubt_seconds or not self._claims.current(self.topology):
+            return False
+        return any(post not in self.fleet.agents() for post in self.book.posts)
 
     async def _hear(self) -> None:
         """Applies what agents said since the last round."""
