@@ -54,9 +54,9 @@ class _Filling:
         self.ranks, self.bound = ranks, bound
         self.streams: dict[bytes, _Stream] = {}
         self.closed: list[tuple[int, Bucket]] = []
-        self.numbers: list[int] = []
+        self.opened = 0
 
-    def add(self, key: bytes, packed: bool, ranks_H: Ints, bytes_H: Ints, layer: int, parts: int, position: int) -> int:
+    def add(self, key: bytes, packed: bool, ranks_H: Ints, bytes_H: Ints, layer: int, parts: int) -> int:
         """Puts a tensor into its stream's bucket, or opens the next one; returns the number of its first bucket."""
         stream = self.streams.get(key)
         if stream is None:
@@ -65,22 +65,22 @@ class _Filling:
         top = int(load.max())
         if parts > 1:
             self._close(stream)
-            share = -(-top // parts)
-            numbers = [self._number(position) for _ in range(parts)]
-            self.closed += [(number, Bucket(packed, layer, layer, 1, min(share, self.bound))) for number in numbers]
+            most = min(int(bytes_H.max()), self.bound)
+            numbers = [self._number() for _ in range(parts)]
+            self.closed += [(number, Bucket(packed, layer, layer, 1, most)) for number in numbers]
             return numbers[0]
         if stream.opened < 0 or top > self.bound:
             self._close(stream)
-            stream.opened, stream.layers, load = self._number(position), (layer, layer), bytes_H
+            stream.opened, stream.layers, load = self._number(), (layer, layer), bytes_H
             top = int(load.max())
         stream.load_D[ranks_H] = load
         stream.layers = (stream.layers[0], layer)
         stream.top, stream.tensors = max(stream.top, top), stream.tensors + 1
         return stream.opened
 
-    def _number(self, position: int) -> int:
-        self.numbers.append(position)
-        return len(self.numbers) - 1
+    def _number(self) -> int:
+        self.opened += 1
+        return self.opened - 1
 
     def _close(self, stream: _Stream) -> None:
         if stream.opened >= 0:
@@ -104,9 +104,9 @@ def fill_buckets(joined: Joined, target: Side, ranks: Ints, bucket_bytes: int) -
     first_TF = np.full((len(joined.class_T), 2), -1)
     layers = [tensor.layer for tensor in target.layout.tensors]
     classes = joined.class_T.tolist()
-    for position, tensor in enumerate(joined.order_T.tolist()):
+    for tensor in joined.order_T.tolist():
         for key, packed, ranks_H, bytes_H, count in rows[classes[tensor]]:
-            first_TF[tensor, packed] = filling.add(key, packed, ranks_H, bytes_H, layers[tensor], count, position)
+            first_TF[tensor, int(packed)] = filling.add(key, packed, ranks_H, bytes_H, layers[tensor], count)
     return Bucketing(filling.finish(), first_TF, parts)
 
 

@@ -147,6 +147,7 @@ class _SourceTable:
             columns = (
                 plan.bucketing.of(each, each.tensors, pieces),
                 np.where(packed, audience, -1)[:, None],
+                plan.groups.of_class[index][plan.groups.part_of(len(each.tensors)), box],
                 label_T[each.tensors],
                 template.source_offset[pieces][:, None] + plan.source.offsets(region, each.sources),
                 template.run_bytes[pieces][:, None],
@@ -158,18 +159,18 @@ class _SourceTable:
             parts.append(np.stack([np.broadcast_to(column, shape).reshape(-1) for column in columns]))
             self.blocks[index] = (total, len(each.tensors))
             total += len(pieces) * len(each.tensors)
-        self._columns = np.concatenate(parts, axis=1) if parts else np.zeros((9, 0), np.int64)
+        self._columns = np.concatenate(parts, axis=1) if parts else np.zeros((10, 0), np.int64)
         self._number()
 
     def _number(self) -> None:
-        """Numbers the pieces by bucket; packed rows of one bucket, audience and label follow each other in the pack
-        area and share a piece of up to 4 MiB and one row."""
-        bucket, audience, label, offset, run, runs, _, _, packed = self._columns
-        order = np.lexsort((offset, np.where(packed, label, 0), audience, bucket))
+        """Numbers the pieces by bucket. Packed rows of one bucket, audience, group and label, which a reader takes all
+        or none of, follow each other in the pack area and share a piece; it is cut after 4 MiB."""
+        bucket, audience, group, label, offset, run, runs, _, _, packed = self._columns
+        order = np.lexsort((offset, packed * label, packed * group, audience, bucket))
         nbytes, held = (run * runs)[order], packed[order].astype(bool)
         packed_bytes = np.where(held, nbytes, 0)
         pack_offset = np.cumsum(packed_bytes) - packed_bytes
-        key = np.stack([bucket[order], audience[order], label[order]])
+        key = np.stack([bucket, audience, group, label])[:, order]
         opens = np.ones(len(order), bool)
         opens[1:] = ~held[1:] | (key[:, 1:] != key[:, :-1]).any(axis=0)
         first = np.flatnonzero(opens)
@@ -183,7 +184,7 @@ class _SourceTable:
 
     def rows(self) -> NDArray[np.void]:
         """PIECE rows in the order of their numbers."""
-        bucket, _, _, offset, run, runs, pitch, tensor, packed = self._columns[:, self._order]
+        bucket, _, _, _, offset, run, runs, pitch, tensor, packed = self._columns[:, self._order]
         rows = np.zeros(len(bucket), PIECE)
         rows["tensor"], rows["bucket"], rows["piece"] = tensor, bucket, self.piece[self._order]
         rows["source_offset"], rows["run_bytes"], rows["runs"], rows["pitch"] = offset, run, runs, pitch

@@ -1,0 +1,121 @@
+"""What a plan moves: every byte to its place, whatever the layouts, the packing and the route."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from plan_worlds import explicit_of, fill, layout_pairs, regions
+
+from reflux_weightplan.apply import apply
+from reflux_weightplan.expand import Expander, expand, packs
+from reflux_weightplan.mesh import Cut, Mesh, Placement
+from reflux_weightplan.plan import Plan, PlanOptions, plan
+from reflux_weightplan.spec import SpecLayout, TensorSpec
+
+PACKING = st.sampled_from((0, 16, 64, 1 << 20))
+ROUTES = st.sampled_from(("direct", "relay"))
+
+
+def move_and_compare(source: SpecLayout, target: SpecLayout, options: PlanOptions) -> Plan:
+    tensors = fill(source)
+    made = plan(source, target, options)
+    out = regions(explicit_of(target), {name: np.zeros_like(data) for name, data in tensors.items()})
+    apply(made, regions(explicit_of(source), tensors), out)
+    wanted = regions(explicit_of(target), tensors)
+    differing = [rank for rank, (left, right) in enumerate(zip(out, wanted, strict=True)) if (left != right).any()]
+    assert not differing, f"ranks {differing} differ"
+    return made
+
+
+@settings(max_examples=100, deadline=None)
+@given(layout_pairs(), PACKING, ROUTES)
+def test_random_layouts_move_every_byte(pair, pack_below, relay):
+    move_and_compare(*pair, PlanOptions(pack_below=pack_below, relay=relay))
+
+
+@pytest.mark.slow
+@settings(max_examples=5000, deadline=None)
+@given(layout_pairs(), PACKING, ROUTES)
+def test_five_thousand_random_layouts_move_every_byte(pair, pack_below, relay):
+    move_and_compare(*pair, PlanOptions(pack_below=pack_below, relay=relay))
+
+
+@settings(max_examples=40, deadline=None)
+@given(layout_pairs(), PACKING)
+def test_the_model_of_messages_and_bytes_is_what_the_ranks_do(pair, pack_below):
+    made = plan(*pair, PlanOptions(pack_below=pack_below, relay="direct"))
+    expander = Expander(made)
+    for rank in range(made.target.ranks):
+        transfers = expander.transfers(rank)
+        assert transfers.nbytes == made.traffic[:, rank].sum()
+        assert transfers.reads <= made.messages[:, rank].sum()
+        if not transfers.rows["packed"].any():
+            assert transfers.reads == made.messages[:, rank].sum()
+        sources, counts = np.unique(transfers.rows["source_rank"], return_counts=True)
+        assert (made.traffic[sources, rank] > 0).all()
+        assert counts.sum() == len(transfers)
+
+
+@settings(max_examples=40, deadline=None)
+@given(layout_pairs(), PACKING, ROUTES)
+def test_pieces_are_numbered_in_the_order_of_buckets_and_cover_what_is_read(pair, pack_below, relay):
+    made = plan(*pair, PlanOptions(pack_below=pack_below, relay=relay))
+    expander = Expander(made)
+    published = [expander.pieces(rank) for rank in range(made.source.ranks)]
+    for pieces in published:
+        rows = pieces.rows
+        assert sorted(set(rows["piece"].tolist())) == list(range(pieces.count))
+        assert (np.diff(rows["bucket"]) >= 0).all()
+        packed = rows[rows["pack_offset"] >= 0]
+        sizes = packed["run_bytes"] * packed["runs"]
+        assert packed["pack_offset"].tolist() == (np.cumsum(sizes) - sizes).tolist()
+        assert pieces.pack_bytes == sizes.sum()
+    for rank in range(made.target.ranks):
+        for row in expander.transfers(rank).rows:
+            rows = published[row["source_rank"]].rows
+            rows = rows[rows["piece"] == row["piece"]]
+            offsets = rows["pack_offset"] if row["packed"] else rows["source_offset"]
+            found = rows[offsets == row["source_offset"]]
+            assert len(found) == 1
+            assert (found["run_bytes"][0], found["runs"][0]) == (row["run_bytes"], row["runs"])
+            assert found["bucket"][0] == row["bucket"]
+
+
+def test_short_runs_are_packed_at_the_source():
+    source = SpecLayout(Mesh((("f", 2),)), (TensorSpec("o", (64, 96), "bfloat16", Placement((Cut(0, "f", "chunk"),))),))
+    target = SpecLayout(Mesh((("t", 3),)), (TensorSpec("o", (64, 96), "bfloat16", Placement((Cut(1, "t"),))),))
+    loose = move_and_compare(source, target, PlanOptions(pack_below=64))
+    tight = move_and_compare(source, target, PlanOptions(pack_below=65))
+    assert loose.messages.tolist() == [[32] * 3] * 2
+    assert tight.messages.tolist() == [[1] * 3] * 2
+    assert not packs(loose, 0)
+    assert [(pack.run_bytes, pack.runs, pack.pitch) for pack in packs(tight, 0)] == [(64, 32, 192)] * 3
+    assert [transfer.packed for transfer in expand(tight, 2)] == [True, True]
+
+
+def test_boxes_of_very_many_runs_are_packed_however_long_these_are():
+    source = SpecLayout(Mesh(()), (TensorSpec("o", (300, 4), "float32"),))
+    target = SpecLayout(Mesh((("t", 2),)), (TensorSpec("o", (300, 4), "float32", Placement((Cut(1, "t"),))),))
+    assert plan(source, target, PlanOptions(pack_below=0, max_runs=300)).messages.tolist() == [[300, 300]]
+    assert plan(source, target, PlanOptions(pack_below=0, max_runs=299)).messages.tolist() == [[1, 1]]
+
+
+def test_grouped_heads_under_wide_tensor_parallelism_come_from_one_place():
+    cut = Placement((Cut(0, "t", "even", 4),))
+    source = SpecLayout(Mesh((("f", 3),)), (TensorSpec("k", (8, 5), "float32", Placement((Cut(0, "f", "chunk"),))),))
+    target = SpecLayout(Mesh((("t", 4),)), (TensorSpec("k", (8, 5), "float32", cut),))
+    made = move_and_compare(source, target, PlanOptions())
+    assert made.traffic.sum(axis=0).tolist() == [80] * 4
+
+
+def test_a_large_tensor_is_moved_in_pieces_of_four_mebibytes():
+    source = SpecLayout(Mesh((("f", 2),)), (TensorSpec("e", (3000, 2500), "bfloat16", Placement((Cut(0, "f"),))),))
+    target = SpecLayout(Mesh(()), (TensorSpec("e", (3000, 2500), "bfloat16"),))
+    made = move_and_compare(source, target, PlanOptions(bucket_bytes=5 << 20))
+    rows = expand(made, 0).rows
+    sizes = rows["run_bytes"] * rows["runs"]
+    assert sizes.max() <= 4 << 20
+    assert len(rows) == 4
+    assert made.messages.tolist() == [[1], [1]]
+    assert np.bincount(rows["bucket"], weights=sizes).max() <= 5 << 20
+    assert len(made.buckets) > 1
