@@ -56,7 +56,8 @@ def encode(
     frame = _Frame(block_bytes)
     compressor = zstandard.ZstdCompressor(level=level, write_content_size=True)
     _HEAD.pack_into(out, 0, _MAGIC, base_fingerprint, len(new), FRAME_BYTES, block_bytes)
-    at, changed, allowed = _HEAD.size, 0, max_density * (len(new) / 2)
+    elements = -(-len(new) // 2)
+    at, changed, allowed = _HEAD.size, 0, max_density * elements
     for begin in range(0, len(new), FRAME_BYTES):
         changed += frame.load(base[begin : begin + FRAME_BYTES], new[begin : begin + FRAME_BYTES])
         bitmap, planes = frame.split()
@@ -70,7 +71,7 @@ def encode(
             out[at + _LENGTH.size : middle] = bitmap
             out[middle : at + needed] = payload
         at += needed
-    return Encoded(at, changed / max(1, len(new) / 2))
+    return Encoded(at, changed / max(1, elements))
 
 
 def decode(encoded: memoryview, base: memoryview, target: memoryview, *, base_fingerprint: int) -> None:
