@@ -12,7 +12,10 @@ from reflux.inference_gateway.v1.inference_gateway_service_pb2_grpc import Infer
 from reflux.inference_gateway.v1.replica_pb2 import Replica
 from reflux.sandbox.v1 import sandbox_service_pb2 as sandbox_pb
 from reflux.sandbox.v1.sandbox_service_pb2_grpc import SandboxServiceStub
+from reflux.weight_broker.v1 import weight_broker_service_pb2 as broker_pb
+from reflux.weight_broker.v1.weight_broker_service_pb2_grpc import WeightBrokerServiceStub
 from reflux_client import connection, stack
+from reflux_client.commands.weights import paths_table
 from reflux_kit import auth
 
 _PORT = click.IntRange(0, 65535)
@@ -78,6 +81,10 @@ async def _show_services(console: Console) -> None:
     console.print(f"sandbox: tier [bold]{found.tier}[/bold], {found.idle_children} idle, {found.busy_children} busy")
     for reason in found.reasons:
         console.print(f"  {reason}")
+    async with connection.channel("weight-broker") as channel:
+        paths = await WeightBrokerServiceStub(channel).ListPaths(broker_pb.ListPathsRequest())
+    if paths.processes:
+        console.print(paths_table(paths))
 
 
 @click.command()
