@@ -175,7 +175,7 @@ def test_a_flipped_bit_names_the_tensor(arenas: PublisherArenas, backend: Watche
 
 def test_a_pull_ends_when_cancelled_or_late(arenas: PublisherArenas, backend: WatchedShm) -> None:
     staging = arenas.begin()
-    with pytest.raises(ReadDeadlineExceeded, match="had not written big in time"):
+    with pytest.raises(ReadDeadlineExceeded, match="did not reach big in time"):
         pull(backend, staging.offer(), staging.generation, deadline_seconds=0.05)
     with pytest.raises(ReadCancelled, match="before big"):
         pull(backend, staging.offer(), staging.generation, cancelled=lambda: True)

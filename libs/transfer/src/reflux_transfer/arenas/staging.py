@@ -12,6 +12,7 @@ import xxhash
 
 from reflux_transfer import fingerprint
 from reflux_transfer.arenas.geometry import NOT_PACKED, Geometry
+from reflux_transfer.arenas.hashing import Hasher
 from reflux_transfer.arenas.header import OwnedHeader, State
 from reflux_transfer.delta.codec import Encoded, encode
 from reflux_transfer.errors import LayoutError
@@ -83,16 +84,19 @@ class Staging:
                 raise LayoutError(f"generation {self.generation} was written or given up before")
             flat = self._flat(tensors)
             checksums: list[int] = []
-            for index, piece in enumerate(self._geometry.pieces):
-                item = ITEM_BYTES[piece.slot.dtype]
-                part = flat[piece.slot.name][piece.start // item : (piece.start + piece.length) // item]
-                begin = piece.slot.offset + piece.start
-                place = self._tensors[begin : begin + piece.length]
-                cast(part, place)
-                checksums.append(xxhash.xxh3_64_intdigest(place))  # while it lies in the processor's cache
-                self._header.ready(index, checksums[-1])
-                for extra in self._geometry.due.get(index, ()):
-                    self._header.extra_ready(extra, self._gather(extra))
+
+            def hashed(index: int, checksum: int) -> None:
+                checksums.append(checksum)
+                self._ready(index, checksum)
+
+            with Hasher(hashed) as hasher:
+                for index, piece in enumerate(self._geometry.pieces):
+                    item = ITEM_BYTES[piece.slot.dtype]
+                    part = flat[piece.slot.name][piece.start // item : (piece.start + piece.length) // item]
+                    begin = piece.slot.offset + piece.start
+                    place = self._tensors[begin : begin + piece.length]
+                    cast(part, place)
+                    hasher.put(index, place)
             whole = fingerprint.tree(checksums)
             if base is not None:
                 self._encode(base)
@@ -116,6 +120,11 @@ class Staging:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.fail(f"{kind.__name__}: {error}" if kind else "nothing was written")
+
+    def _ready(self, index: int, checksum: int) -> None:
+        self._header.ready(index, checksum)
+        for extra in self._geometry.due.get(index, ()):
+            self._header.extra_ready(extra, self._gather(extra))
 
     def _encode(self, base: int) -> None:
         begin, capacity = self._geometry.delta_offset, self._geometry.delta_capacity

@@ -9,7 +9,7 @@ import xxhash
 from reflux_transfer import fingerprint
 from reflux_transfer.backends.base import TransferBackend
 from reflux_transfer.delta.codec import decode
-from reflux_transfer.errors import BaseMismatch, ChecksumMismatch, DeltaDamaged, ReadCancelled, ReadDeadlineExceeded
+from reflux_transfer.errors import BaseMismatch, ChecksumMismatch, DeltaDamaged, ReadCancelled
 from reflux_transfer.layout import Layout
 from reflux_transfer.pulling.report import PullReport
 from reflux_transfer.pulling.source import ArenaReader, RemoteSource
@@ -41,7 +41,7 @@ def follow_delta(
     start = time.monotonic()
     reader = ArenaReader(backend, remote, start + deadline_seconds)
     try:
-        _await_sealed(reader, start + deadline_seconds, cancelled)
+        _await_sealed(reader, cancelled)
         header = reader.header
         if header.delta_bytes:
             if header.delta_base != base_fingerprint:
@@ -62,13 +62,12 @@ def follow_delta(
     return follow(backend, [remote], local, whole(layout), deadline_seconds=left, cancelled=cancelled)
 
 
-def _await_sealed(reader: ArenaReader, end: float, cancelled: Callable[[], bool]) -> None:
+def _await_sealed(reader: ArenaReader, cancelled: Callable[[], bool]) -> None:
+    reader.reaching = "the end of the staging"
     reader.refresh()
     while not reader.sealed:
         if cancelled():
             raise ReadCancelled("the pull was cancelled before its delta was there")
-        if time.monotonic() > end:
-            raise ReadDeadlineExceeded("the source had not written its delta in time")
         time.sleep(_NAP_SECONDS)
         reader.refresh()
 

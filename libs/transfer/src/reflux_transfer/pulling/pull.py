@@ -57,6 +57,7 @@ class RankPull:
         Raises what `follow` raises.
         """
         ended = not self._main and not self._more
+        self.reader.reaching = self.next_name
         self.reader.refresh()
         if ended:
             if self.reader.sealed:

@@ -30,6 +30,8 @@ class ArenaReader:
 
     def __init__(self, backend: TransferBackend, source: RemoteSource, end: float) -> None:
         self.rank, self.seconds = source.rank, 0.0
+        self.reaching = "the header of the source"
+        """What is waited for, for the text of a deadline."""
         self._backend, self._source, self._end = backend, source, end
         page = self._peek(0, HEADER_BYTES)
         self.header = Header.parse(page)
@@ -89,7 +91,7 @@ class ArenaReader:
     def _left(self) -> float:
         left = self._end - time.monotonic()
         if left <= 0:
-            raise ReadDeadlineExceeded("the pull did not end in time")
+            raise ReadDeadlineExceeded(f"the pull did not reach {self.reaching} in time")
         return min(left, _READ_SECONDS)
 
     def _take(self, kind: int, first: int, ready: int) -> None:
