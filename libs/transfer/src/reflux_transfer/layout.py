@@ -8,27 +8,10 @@ from functools import cached_property
 from typing import Self
 
 from reflux_transfer.errors import LayoutError
+from reflux_weightplan.dtypes import ITEM_BYTES
 
 ALIGNMENT_BYTES = 256
 SLICE_BYTES = 4 << 20
-
-ITEM_BYTES = {
-    "float64": 8,
-    "int64": 8,
-    "uint64": 8,
-    "float32": 4,
-    "int32": 4,
-    "uint32": 4,
-    "float16": 2,
-    "bfloat16": 2,
-    "int16": 2,
-    "uint16": 2,
-    "float8_e4m3fn": 1,
-    "float8_e5m2": 1,
-    "int8": 1,
-    "uint8": 1,
-    "bool": 1,
-}
 
 
 @dataclass(frozen=True)
