@@ -119,3 +119,12 @@ def test_a_large_tensor_is_moved_in_pieces_of_four_mebibytes():
     assert made.messages.tolist() == [[1], [1]]
     assert np.bincount(rows["bucket"], weights=sizes).max() <= 5 << 20
     assert len(made.buckets) > 1
+
+
+@pytest.mark.parametrize("pack_below", [0, 1 << 20])
+def test_boxes_cut_along_two_inner_dimensions_arrive(pack_below):
+    source = SpecLayout(Mesh(()), (TensorSpec("w", (4, 6, 8), "bfloat16"),))
+    cuts = Placement((Cut(1, "t"), Cut(2, "u")))
+    target = SpecLayout(Mesh((("t", 2), ("u", 2))), (TensorSpec("w", (4, 6, 8), "bfloat16", cuts),))
+    made = move_and_compare(source, target, PlanOptions(pack_below=pack_below))
+    assert made.messages.tolist() == [[1] * 4 if pack_below else [12] * 4]
