@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from owner_process import MIB, NIXL, SIZE, Owner, fill, first_difference, pattern
 
+from reflux_transfer import memory
 from reflux_transfer.backends.base import TransferBackend
 from reflux_transfer.errors import OutOfRange, RegionBusy, RegionClosed
 from reflux_transfer.regions import RemoteRegion, Run
@@ -54,7 +55,7 @@ def test_many_ranges_arrive_in_one_call(backend: TransferBackend, owner: Owner) 
 
 
 def arrives(backend: TransferBackend, length: int) -> None:
-    owner, local = Owner(backend.name, length), backend.allocate(length)
+    owner, local = Owner(backend.name, length), backend.register(memory.private(length))
     try:
         backend.read(backend.open(owner.handle), 0, local, 0, length, 120.0)
         assert first_difference(local.view) is None

@@ -25,7 +25,8 @@ class TransferSettings(BaseSettings):
     ucx_transports: str = "cma,tcp,self"
     """UCX_TLS of our context.
 
-    UCX's own shared memory transports are left out: their segments outlive a killed process.
+    UCX's own shared memory transports are left out: UCX 1.21 emulates their reads by messages, which an owner that
+    sleeps never answers.
     """
 
     ucx_net_devices: str = "lo"

@@ -21,7 +21,7 @@ from reflux_transfer import handles
 from reflux_transfer.backends.base import TransferBackend
 from reflux_transfer.errors import PeerGone, ReadDeadlineExceeded, RegionClosed, UnshareableRegion, WrongHandle
 from reflux_transfer.handles import ANYWHERE, Scope
-from reflux_transfer.memory import copy
+from reflux_transfer.memory import copy, populate
 from reflux_transfer.peer import PeerWatch, ProcessIdentity
 from reflux_transfer.regions import LocalRegion, RemoteRegion, check_range
 from reflux_transfer.settings import TransferSettings
@@ -29,7 +29,10 @@ from reflux_transfer.settings import TransferSettings
 _HEADER = mmap.PAGESIZE
 _TOKEN = slice(0, 16)
 _OPEN = 16
-_PIECE = 16 << 20
+_PIECE = 256 << 20
+"""Bytes between two looks at owner and deadline. Large, because libc writes past the cache only in large copies (from
+190 MB on where it was measured, with 1.4-1.8 times the rate).
+"""
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
@@ -86,8 +89,10 @@ class ShmBackend(TransferBackend):
                 raise MemoryError(f"no {length} bytes of shared memory: {error.strerror}") from error
             # A sealed size spares every reader the SIGBUS of a segment that shrinks under it.
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
-            view = memoryview(mmap.mmap(fd, _HEADER + length))
+            mapping = mmap.mmap(fd, _HEADER + length)
             undo.pop_all()
+        populate(mapping)
+        view = memoryview(mapping)
         token = secrets.token_bytes(16)
         view[_TOKEN], view[_OPEN] = token, 1
         region = LocalRegion(view[_HEADER:], _Segment(fd, view[:_HEADER], token))

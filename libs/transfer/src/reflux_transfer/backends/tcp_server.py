@@ -135,6 +135,8 @@ class RangeServer:
                         return False
                     send(sock, batch)
                     batch, size = [], 0
+        if offer.withdrawn:
+            return False
         send(sock, batch)
         return True
 

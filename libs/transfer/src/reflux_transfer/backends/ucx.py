@@ -22,7 +22,7 @@ from reflux_transfer.peer import PeerWatch, ProcessIdentity
 from reflux_transfer.regions import LocalRegion, RemoteRegion, check_range
 from reflux_transfer.settings import TransferSettings
 
-_PIECE = 16 << 20
+_PIECE = 64 << 20
 
 
 @dataclass(eq=False)
