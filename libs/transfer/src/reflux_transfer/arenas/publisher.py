@@ -74,6 +74,7 @@ class PublisherArenas:
             arena.staging = False
             if not complete:
                 arena.generation = 0
+                arena.leases.clear()  # nobody can read it, and its holders know it by a number that is gone
             self._changed.notify_all()
 
     def lease(self, generation: int, holder: str, seconds: float) -> None:

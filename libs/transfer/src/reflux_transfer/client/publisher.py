@@ -1,44 +1,38 @@
-"""Publishes weights through the broker: stage, begin, wait for the outcome, free or pin the arena."""
+"""Publishes weights through the broker: announce, write while replicas follow, wait for the outcome, free or pin."""
 
 import asyncio
-import logging
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import grpc
 from grpc.aio import AioRpcError, Channel
 
 from reflux.weight_broker.v1 import weight_broker_service_pb2 as pb
-from reflux.weight_broker.v1.weight_broker_service_pb2_grpc import WeightBrokerServiceStub
 from reflux.weight_broker.v1.weight_version_pb2 import ReplicaState, WeightVersion
-from reflux_kit.errors import reason_of
 from reflux_kit.telemetry import span
-from reflux_transfer.arena import PublisherArenas, StagedWeights
-from reflux_transfer.client.wire import to_slots
+from reflux_transfer import arena
+from reflux_transfer.arenas.publisher import PublisherArenas
+from reflux_transfer.arenas.staging import Cast, Staging, copy
+from reflux_transfer.client import wire
+from reflux_transfer.client.announcer import CALL_SECONDS, Announcer, PublisherFenced, PublishRefused
+from reflux_transfer.client.layouts import single_rank
+from reflux_transfer.client.leases import keep_leases
+from reflux_transfer.client.offer import Kind, SourceRegion
 from reflux_transfer.errors import TransferError
+from reflux_transfer.handles import Scope
+from reflux_weightplan.spec import SpecLayout
+from reflux_weightplan.wire import layout_hash
 
-log = logging.getLogger(__name__)
+__all__ = ["BrokerPublisher", "PublishAborted", "PublishRefused", "Published", "PublisherFenced", "Publishing"]
 
-_PAUSE_SECONDS = 0.2
-_CALL_SECONDS = 10.0
 _SLACK_SECONDS = 5.0
 _SYNC = "sync"
-_AWAY = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 
 
 class PublishAborted(TransferError, RuntimeError):
     """The version was given up everywhere, the old one stays; the text is the broker's or the failing replica's."""
-
-
-class PublishRefused(TransferError, RuntimeError):
-    """The broker does not begin the version: other tensors, a lower version, or another publisher is busy."""
-
-
-class PublisherFenced(TransferError, RuntimeError):
-    """Another publisher of the model took over: this process must not publish again."""
 
 
 @dataclass(frozen=True)
@@ -54,22 +48,170 @@ class Published:
     commit_seconds: float
     bytes: int
     replicas: tuple[ReplicaState, ...]
+    fingerprint: int = 0
+    """Of what was published; that of all replicas."""
+
+    control_messages: int = 0
+    """Calls and events between broker, publisher and replicas."""
+
+
+class Publishing:
+    """A version that replicas follow already: write it, then `finish`; as a context it is given up on errors."""
+
+    def __init__(self, owner: "BrokerPublisher", staging: Staging, begun: "_Begun", base: int | None) -> None:
+        self.staging = staging
+        """Where the weights go: `write` it once."""
+
+        self._owner, self._begun, self._base = owner, begun, base
+
+    def write(self, tensors: Mapping[str, Any], cast: Cast = copy) -> int:
+        """`staging.write`, with the difference to the committed version when a delta is published. Blocks."""
+        return self.staging.write(tensors, cast, base=self._base)
+
+    async def finish(self) -> Published:
+        """Waits until all replicas serve the version.
+
+        Raises `PublishAborted`, `PublishRefused`, `PublisherFenced`, or `AioRpcError` when the broker stays away.
+        """
+        return await self._owner.finish(self, self._begun)
+
+    def close(self) -> None:
+        """Gives the version up unless it was finished; replicas see the staging fail at once."""
+        self._owner.release(self.staging.generation)
+        self.staging.fail("the publisher gave the version up")
+
+    async def __aenter__(self) -> "Publishing":
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        self.close()
+
+
+@dataclass
+class _Begun:
+    """What was announced, and until when, in monotonic seconds, its outcome is waited for."""
+
+    request: pb.BeginVersionRequest
+    version: WeightVersion
+    started: float
+    end: float
+    repeated: bool
+    """An earlier call with this request id had committed it already, from another arena."""
 
 
 class BrokerPublisher:
     """The one publisher of a model; one version after the other. A fresh one takes over from its predecessor."""
 
-    def __init__(self, channel: Channel, model_id: str, arenas: PublisherArenas) -> None:
-        self._stub = WeightBrokerServiceStub(channel)
-        self._model_id = model_id
-        self._arenas = arenas
-        self._epoch: int | None = None
-        self._floor = 0
+    def __init__(
+        self,
+        channel: Channel,
+        model_id: str,
+        arenas: PublisherArenas | arena.PublisherArenas,
+        *,
+        layout: SpecLayout | None = None,
+        key: bytes = b"",
+    ) -> None:
+        """`layout` is that of all ranks of the publisher; without it this process is the only one.
+
+        `key` signs the handles (see `Scope`); readers of the run have the same.
+        """
+        self._model_id, self._arenas = model_id, arenas
+        self._layout = layout or single_rank(arenas.layout)
+        self._announcer = Announcer(channel, model_id, self._layout)
+        self._scope = Scope(wire.run_of(model_id), key=key)
         self._replay = True
+        self._committed: tuple[int, int] = (0, 0)
+        """Epoch and generation that are pinned."""
+
+        self._open: Publishing | None = None
+        self._leases: asyncio.Task[None] | None = None
 
     def restored(self, epoch: int = 0) -> None:
         """The weights came from a checkpoint of `epoch`: the next version may be lower than the committed one."""
-        self._replay, self._floor = True, max(self._floor, epoch)
+        self._replay, self._announcer.floor = True, max(self._announcer.floor, epoch)
+
+    async def begin(
+        self,
+        version: int,
+        *,
+        sync_timeout_seconds: float,
+        kind: Kind = "full",
+        base_epoch: int = 0,
+        min_replicas: int = 0,
+        request_id: str = "",
+        probe_token_ids: Sequence[int] = (),
+        others: Sequence[SourceRegion] = (),
+    ) -> Publishing:
+        """Claims an arena and announces the version, which replicas follow while it is written.
+
+        They have the timeout to prepare, the writing included, and again to commit. A delta starts from the version
+        that this publisher committed last, without one it is published in full; `base_epoch` is that of an adapter.
+        `others` are the regions of the publisher's other ranks, this process being rank 0.
+
+        Raises `ArenasBusy`, `PublishRefused`, `PublisherFenced`, or `AioRpcError` when the broker stays away.
+        """
+        arenas = self._arenas
+        assert isinstance(arenas, PublisherArenas), "publishing by regions needs arenas with headers"
+        if self._open:
+            self._open.close()  # a version that nobody finished
+        started = time.monotonic()
+        staging = await asyncio.to_thread(arenas.begin, sync_timeout_seconds)
+        seconds = 2 * sync_timeout_seconds + _SLACK_SECONDS
+        arenas.lease(staging.generation, _SYNC, seconds)
+        committed_epoch, base = self._committed
+        kind = "full" if kind == "delta" and not base else kind
+        region = SourceRegion(0, staging.offer(self._scope), arenas.transport, staging.generation)
+        request = pb.BeginVersionRequest(
+            request_id=request_id or str(uuid.uuid4()),
+            model_id=self._model_id,
+            version=version,
+            replay=self._replay,
+            layout_hash=layout_hash(self._layout),
+            regions=[wire.to_region(each) for each in (region, *others)],
+            kind=wire.KINDS[kind],
+            base_epoch=committed_epoch if kind == "delta" else base_epoch,
+            probe_token_ids=probe_token_ids,
+            sync_timeout_seconds=sync_timeout_seconds,
+            min_replicas=min_replicas,
+        )
+        begun = _Begun(request, WeightVersion(), started, started + seconds, False)
+        publishing = Publishing(self, staging, begun, base if kind == "delta" else None)
+        try:
+            begun.version, begun.repeated = await self._announcer.announce(request, begun.end)
+        except (TransferError, AioRpcError, asyncio.CancelledError):
+            publishing.close()
+            raise
+        self._open = publishing
+        if self._leases is None:
+            self._leases = asyncio.create_task(keep_leases(self._announcer.stub, self._model_id, "", arenas))
+        return publishing
+
+    async def finish(self, publishing: Publishing, begun: _Begun) -> Published:
+        """For `Publishing.finish`."""
+        generation = publishing.staging.generation
+        try:
+            with span("weights.publish", version=begun.request.version):
+                outcome = await self._announcer.settle(begun.request, begun.version, begun.end)
+            return self._published(outcome, begun, generation, publishing.staging.seconds)
+        finally:
+            self.release(generation)
+
+    def release(self, generation: int) -> None:
+        """Ends this publisher's own lease on a generation."""
+        self._arenas.release(generation, _SYNC)
+        self._open = None
+
+    async def close(self) -> None:
+        """Stops listening to leases; the arenas stay."""
+        if self._leases:
+            self._leases.cancel()
+            await asyncio.gather(self._leases, return_exceptions=True)
+            self._leases = None
+
+    async def report_probe(self, epoch: int, logprobs: Sequence[float]) -> None:
+        """The learner's log-probs of the probe prompt under an epoch; replicas that differ become unhealthy."""
+        request = pb.ReportProbeRequest(model_id=self._model_id, epoch=epoch, logprobs=logprobs)
+        await self._announcer.stub.ReportProbe(request, timeout=CALL_SECONDS)
 
     async def publish(
         self, tensors: Mapping[str, Any], version: int, *, sync_timeout_seconds: float, min_replicas: int = 0
@@ -80,16 +222,17 @@ class BrokerPublisher:
             staged, version, sync_timeout_seconds=sync_timeout_seconds, min_replicas=min_replicas
         )
 
-    async def stage(self, tensors: Mapping[str, Any], deadline_seconds: float) -> StagedWeights:
+    async def stage(self, tensors: Mapping[str, Any], deadline_seconds: float) -> arena.StagedWeights:
         """Copies name -> C-contiguous buffer into the free arena; afterwards the tensors may change again.
 
         Raises `ArenasBusy` or `LayoutError`.
         """
+        assert isinstance(self._arenas, arena.PublisherArenas)
         return await asyncio.to_thread(self._arenas.stage, tensors, deadline_seconds)
 
     async def distribute(
         self,
-        staged: StagedWeights,
+        staged: arena.StagedWeights,
         version: int,
         *,
         sync_timeout_seconds: float,
@@ -105,78 +248,44 @@ class BrokerPublisher:
         self._arenas.lease(staged.generation, _SYNC, seconds)
         try:
             with span("weights.publish", version=version):
-                request = self._request(staged, version, request_id or str(uuid.uuid4()))
-                request.sync_timeout_seconds, request.min_replicas = sync_timeout_seconds, min_replicas
-                outcome, first = await self._distribute(request, start + seconds)
-            if outcome.state != WeightVersion.STATE_COMMITTED:
-                raise PublishAborted(f"epoch {outcome.epoch} (version {version}) was aborted: {outcome.error}")
-            if first:
-                self._arenas.pin(staged.generation)
+                request = pb.BeginVersionRequest(
+                    request_id=request_id or str(uuid.uuid4()),
+                    model_id=self._model_id,
+                    version=version,
+                    layout=wire.to_slots(self._arenas.layout),
+                    checksums=staged.checksums,
+                    slice_bytes=self._arenas.slice_bytes,
+                    region_handle=staged.handle,
+                    transport=self._arenas.transport,
+                    replay=self._replay,
+                    sync_timeout_seconds=sync_timeout_seconds,
+                    min_replicas=min_replicas,
+                )
+                begun_version, repeated = await self._announcer.announce(request, start + seconds)
+                begun = _Begun(request, begun_version, start, start + seconds, repeated)
+                outcome = await self._announcer.settle(begun.request, begun.version, begun.end)
+            return self._published(outcome, begun, staged.generation, staged.stage_seconds)
         finally:
             self._arenas.release(staged.generation, _SYNC)
+
+    def _published(self, outcome: WeightVersion, begun: _Begun, generation: int, stage_seconds: float) -> Published:
+        version = begun.request.version
+        if outcome.state != WeightVersion.STATE_COMMITTED:
+            raise PublishAborted(f"epoch {outcome.epoch} (version {version}) was aborted: {outcome.error}")
+        if not begun.repeated:
+            self._arenas.pin(generation)
+            self._committed = outcome.epoch, generation
         self._replay = False
         return Published(
             version,
             outcome.epoch,
-            staged.stage_seconds,
-            time.monotonic() - start,
+            stage_seconds,
+            time.monotonic() - begun.started,
             outcome.prepare_seconds,
             max((replica.transfer_seconds for replica in outcome.replicas), default=0.0),
             outcome.commit_seconds,
             outcome.bytes,
             tuple(outcome.replicas),
-        )
-
-    async def _distribute(self, request: pb.BeginVersionRequest, end: float) -> tuple[WeightVersion, bool]:
-        """Begins and follows a version over restarts of the broker; `end` is a monotonic time.
-
-        The flag is False when an earlier call with this request id had committed it already, from another arena.
-        """
-        attempts = 0
-        while True:
-            try:
-                request.publisher_epoch = await self._known_epoch()
-                begun = await self._stub.BeginVersion(request, timeout=_CALL_SECONDS)
-                self._epoch = begun.version.epoch
-                known = attempts == 0 and begun.version.state == WeightVersion.STATE_COMMITTED
-                return await self._outcome(begun.version, end), not known
-            except AioRpcError as error:
-                if error.code() in (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.ABORTED):
-                    kind = PublisherFenced if reason_of(error) == "PUBLISHER_FENCED" else PublishRefused
-                    raise kind(error.details() or error.code().name) from None
-                if error.code() not in _AWAY or time.monotonic() > end:
-                    raise
-                attempts += 1
-                log.warning("the weight broker is away (%s), trying on", error.details())
-                await asyncio.sleep(_PAUSE_SECONDS)
-
-    async def _outcome(self, version: WeightVersion, end: float) -> WeightVersion:
-        request = pb.WatchVersionRequest(model_id=self._model_id, epoch=version.epoch)
-        async for change in self._stub.WatchVersion(request, timeout=max(_PAUSE_SECONDS, end - time.monotonic())):
-            version = change.version
-        return version
-
-    async def _known_epoch(self) -> int:
-        """The token: asked for once, then only what this publisher has begun itself."""
-        if self._epoch is None:
-            request = pb.GetVersionRequest(model_id=self._model_id)
-            try:
-                self._epoch = (await self._stub.GetVersion(request, timeout=_CALL_SECONDS)).last_epoch
-            except AioRpcError as error:
-                if error.code() is not grpc.StatusCode.NOT_FOUND:
-                    raise
-                self._epoch = 0
-        return max(self._epoch, self._floor)
-
-    def _request(self, staged: StagedWeights, version: int, request_id: str) -> pb.BeginVersionRequest:
-        return pb.BeginVersionRequest(
-            request_id=request_id,
-            model_id=self._model_id,
-            version=version,
-            layout=to_slots(self._arenas.layout),
-            checksums=staged.checksums,
-            slice_bytes=self._arenas.slice_bytes,
-            region_handle=staged.handle,
-            transport=self._arenas.transport,
-            replay=self._replay,
+            outcome.fingerprint,
+            outcome.control_messages,
         )

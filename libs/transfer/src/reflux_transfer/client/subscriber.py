@@ -1,24 +1,30 @@
-"""Follows a model's versions: PREPARE pulls into the shadow, COMMIT swaps by the owner's callback, ABORT forgets."""
+"""Follows a model's versions: PREPARE and COMMIT go to the replica's receiver, and what it has is offered to others."""
 
 import asyncio
 import logging
 import threading
+import time
 import uuid
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
 
 import grpc
 from grpc.aio import AioRpcError, Channel
 
 from reflux.weight_broker.v1 import weight_broker_service_pb2 as pb
 from reflux.weight_broker.v1.weight_broker_service_pb2_grpc import WeightBrokerServiceStub
+from reflux_kit.errors import reason_of
 from reflux_kit.telemetry import span
-from reflux_transfer.arena import ReplicaArenas
-from reflux_transfer.backends.base import TransferBackend
-from reflux_transfer.client.wire import to_slices, to_slots
-from reflux_transfer.errors import ReadCancelled
-from reflux_transfer.pull import PullReport, fingerprint, pull
-from reflux_transfer.registry import open_backend
+from reflux_transfer.client import wire
+from reflux_transfer.client.inline import InlineSubscriber, Receive, Received
+from reflux_transfer.client.leases import keep_leases
+from reflux_transfer.client.offer import Offer, Prepared, Route, SourceRegion, Update
+from reflux_transfer.client.receiver import Apply, Receiver
+from reflux_transfer.errors import ReadCancelled, TransferError
+from reflux_weightplan.spec import SpecLayout
+from reflux_weightplan.wire import layout_hash
+
+__all__ = ["Apply", "BrokerSubscriber", "Probe", "Receive", "Received", "Update"]
 
 log = logging.getLogger(__name__)
 
@@ -26,44 +32,21 @@ _PAUSE_SECONDS = 0.2
 _MAX_PAUSE_SECONDS = 2.0
 _CALL_SECONDS = 10.0
 _PULL_SECONDS = 3600.0
+_ROUTES = 4
 _FATAL = (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNAUTHENTICATED)
-_NOTHING = PullReport(0, 0, 0.0, 0.0)
 
+Probe = Callable[[Sequence[int]], Awaitable[Sequence[float]]]
+"""Log-prob of every token of a prompt after the first, under the weights that are served."""
 
-@dataclass(frozen=True)
-class Update:
-    """A version that lies verified in `buffer`, the arena's buffer number `index`, and is to be served from now on."""
-
-    version: int
-    epoch: int
-    index: int
-    buffer: memoryview
-
-
-@dataclass(frozen=True)
-class Received:
-    """Verified bytes of an epoch; `fingerprint` as in `pull.fingerprint`."""
-
-    epoch: int
-    report: PullReport
-    fingerprint: int
-
-
-Apply = Callable[[Update], Awaitable[float]]
-"""Swaps to the update between two decode steps and returns the milliseconds that decoding stood still.
-
-When it returns nobody reads the other buffer any more: the next version is pulled into it.
-"""
-
-Receive = Callable[[pb.WatchVersionsResponse, Callable[[], bool]], Awaitable[Received]]
-"""Has a PREPARE event's bytes pulled into memory of another process, an engine's worker, instead of the arenas.
-
-Ends soon with `ReadCancelled` after the given function turns true.
-"""
+_Asked = tuple[int, tuple[SourceRegion, ...]]
 
 
 class BrokerSubscriber:
-    """One replica's side of the protocol. Run `run()` as a task for the replica's life; it reconnects by itself."""
+    """One rank's side of the protocol. Run `run()` as a task for the replica's life; it reconnects by itself."""
+
+    def __new__(cls, channel: Channel, *, receiver: Receiver | None = None, **fields: Any) -> Any:
+        """Without a receiver: one that follows offers with inline layouts."""
+        return super().__new__(cls) if receiver else InlineSubscriber(channel, **fields)
 
     def __init__(
         self,
@@ -71,145 +54,206 @@ class BrokerSubscriber:
         *,
         replica: str,
         model_id: str,
-        arenas: ReplicaArenas,
+        layout: SpecLayout,
+        receiver: Receiver,
         apply: Apply,
-        receive: Receive | None = None,
+        rank: int = 0,
+        probe: Probe | None = None,
     ) -> None:
-        """With `receive` the arenas only lend their layout; their buffers are never touched, so they take no memory."""
+        """`layout` is that of all ranks of the replica, of which this process is `rank`.
+
+        `probe` scores the publisher's probe prompt after a commit; the broker compares it with the learner's score.
+        """
         self._stub = WeightBrokerServiceStub(channel)
-        self._replica, self._model_id = replica, model_id
+        self._replica, self._model_id, self._rank = replica, model_id, rank
+        self._layout, self._hash = layout, layout_hash(layout)
         self._incarnation = str(uuid.uuid4())
-        self._arenas, self._apply = arenas, apply
-        self._receive = receive or self._into_shadow
-        self._backends: dict[str, TransferBackend] = {}
+        self._receiver, self._apply, self._probe = receiver, apply, probe
+        self._routes: dict[str, Route] = {}
         self._pull: asyncio.Task[None] | None = None
+        self._probing: asyncio.Task[None] | None = None
         self._cancelled = threading.Event()
-        self._pulling = 0
-        self._prepared: Received | None = None
+        self._asked: _Asked | None = None
+        self._prepared: Prepared | None = None
+        self._regions: tuple[SourceRegion, ...] = ()
         self.version = 0
         self.epoch = 0
-        """What the replica serves; 0 before the first commit."""
+        """What the replica serves; 0 before the first commit, and while its weights are a mixture."""
 
         self.fingerprint = 0
-        """xxh3_64 over the served parameters in layout order."""
+        """Of the version that is served, see `fingerprint.tree`."""
 
     async def run(self) -> None:
         """Registers and follows events until it is cancelled.
 
         Raises only what `apply` raises and what registering refuses.
         """
-        pause = _PAUSE_SECONDS
+        arenas = self._receiver.arenas
+        keeper = keep_leases(self._stub, self._model_id, self._replica, arenas) if arenas else None
+        leases = asyncio.create_task(keeper) if keeper else None
         try:
-            while True:
-                try:
-                    await self._register()
-                    async for event in self._stub.WatchVersions(self._watch_request()):
-                        pause = _PAUSE_SECONDS
-                        await self._handle(event)
-                    reason = "the stream ended"
-                except AioRpcError as error:
-                    if error.code() in _FATAL:
-                        raise  # another layout, a wrong token: no repetition will help
-                    reason = f"{error.code().name}: {error.details()}"
-                log.warning("replica %s lost the weight broker (%s), registering again", self._replica, reason)
-                await asyncio.sleep(pause)
-                pause = min(_MAX_PAUSE_SECONDS, 2 * pause)
+            await self._follow()
         finally:
             await self._stop_pull()
-            for backend in self._backends.values():
-                await asyncio.to_thread(backend.close)
+            for task in (leases, self._probing):
+                if task:
+                    task.cancel()
+                    await asyncio.gather(task, return_exceptions=True)
+            await self._receiver.close()
+
+    async def _follow(self) -> None:
+        pause = _PAUSE_SECONDS
+        while True:
+            try:
+                await self._register()
+                watch = pb.WatchVersionsRequest(
+                    replica=self._replica, model_id=self._model_id, incarnation=self._incarnation
+                )
+                async for event in self._stub.WatchVersions(watch):
+                    pause = _PAUSE_SECONDS
+                    await self._handle(event)
+                reason = "the stream ended"
+            except AioRpcError as error:
+                if error.code() in _FATAL:
+                    raise  # another layout, a wrong token: no repetition will help
+                reason = f"{error.code().name}: {error.details()}"
+            log.warning("replica %s lost the weight broker (%s), registering again", self._replica, reason)
+            await asyncio.sleep(pause)
+            pause = min(_MAX_PAUSE_SECONDS, 2 * pause)
 
     async def _register(self) -> None:
         request = pb.RegisterReplicaRequest(
             replica=self._replica,
             model_id=self._model_id,
-            layout=to_slots(self._arenas.layout),
             incarnation=self._incarnation,
             epoch=self.epoch,
             version=self.version,
+            layout_hash=self._hash,
+            rank=self._rank,
+            ranks=self._layout.mesh.ranks,
+            mode=wire.MODES[self._receiver.mode],
+            fingerprint=self.fingerprint,
         )
-        await self._stub.RegisterReplica(request, timeout=_CALL_SECONDS)
-
-    def _watch_request(self) -> pb.WatchVersionsRequest:
-        return pb.WatchVersionsRequest(replica=self._replica, model_id=self._model_id, incarnation=self._incarnation)
+        try:
+            await self._stub.RegisterReplica(request, timeout=_CALL_SECONDS)
+        except AioRpcError as error:
+            if reason_of(error) != wire.UNKNOWN_LAYOUT:
+                raise
+            await wire.put_layout(self._stub, self._layout)
+            await self._stub.RegisterReplica(request, timeout=_CALL_SECONDS)
+        if self.epoch and self._regions:  # a broker that was restarted does not know who serves what
+            await self._acknowledge(self.epoch, pb.AckVersionRequest.OUTCOME_COMMITTED, self._regions)
 
     async def _handle(self, event: pb.WatchVersionsResponse) -> None:
         epoch = event.version.epoch
         if event.event == pb.WatchVersionsResponse.EVENT_PREPARE:
-            if self._pulling == epoch and self._pull and not self._pull.done():
+            asked = (epoch, tuple(wire.from_region(region) for region in event.regions))
+            if asked == self._asked and self._pull and not self._pull.done():
                 return  # asked again after a reconnect
             await self._stop_pull()
-            self._cancelled, self._pulling = threading.Event(), epoch
-            self._pull = asyncio.create_task(self._prepare(event))
+            again, self._asked = asked == self._asked, asked
+            self._cancelled = threading.Event()
+            self._pull = asyncio.create_task(self._prepare(event, asked[1], again))
         elif event.event == pb.WatchVersionsResponse.EVENT_COMMIT:
-            await self._commit(epoch, event.version.version)
+            await self._commit(epoch, event.probe_token_ids)
         elif event.event == pb.WatchVersionsResponse.EVENT_ABORT:
             await self._stop_pull()
             if self._prepared and self._prepared.epoch == epoch:
                 self._prepared = None
 
     async def _stop_pull(self) -> None:
-        """Two pulls must never write into the shadow at the same time: waits until the thread has noticed."""
+        """Two pulls must never write into the same memory: waits until the thread has noticed."""
         if self._pull:
             self._cancelled.set()
             await asyncio.gather(self._pull, return_exceptions=True)
             self._pull = None
 
-    async def _prepare(self, event: pb.WatchVersionsResponse) -> None:
-        epoch, report = event.version.epoch, _NOTHING
-        if self.epoch != epoch and (self._prepared is None or self._prepared.epoch != epoch):
+    async def _prepare(self, event: pb.WatchVersionsResponse, regions: tuple[SourceRegion, ...], again: bool) -> None:
+        epoch = event.version.epoch
+        held = self._prepared
+        if held is None or held.epoch != epoch or not again:
+            if self.epoch == epoch and held is None:
+                # It is served already: another rank of the replica is behind, or an answer was lost.
+                await self._acknowledge(epoch, pb.AckVersionRequest.OUTCOME_PREPARED, fingerprint=self.fingerprint)
+                return
             self._prepared = None
             try:
-                with span("weights.pull", epoch=epoch, transport=event.transport):
-                    self._prepared = await self._receive(event, self._cancelled.is_set)
+                with span("weights.pull", epoch=epoch, source=regions[0].transport if regions else ""):
+                    offer = await self._offer(event, regions)
+                    self._prepared = held = await self._receiver.prepare(offer, self._cancelled.is_set)
             except ReadCancelled:
                 return
             except Exception as error:  # task boundary: whatever it is, the publisher is told
-                log.warning("replica %s cannot prepare epoch %d: %s", self._replica, epoch, error)
-                text = f"{type(error).__name__}: {error}"
-                await self._acknowledge(epoch, pb.AckVersionRequest.OUTCOME_FAILED, error=text)
+                await self._failed(epoch, error)
                 return
-            report = self._prepared.report
-        outcome = pb.AckVersionRequest.OUTCOME_PREPARED
-        await self._acknowledge(epoch, outcome, bytes=report.bytes, transfer_seconds=report.seconds)
+        fields = {"bytes": held.report.bytes, "transfer_seconds": held.report.seconds}
+        prepared = pb.AckVersionRequest.OUTCOME_PREPARED
+        await self._acknowledge(epoch, prepared, held.regions, fingerprint=held.fingerprint, **fields)
 
-    async def _into_shadow(self, event: pb.WatchVersionsResponse, cancelled: Callable[[], bool]) -> Received:
-        return await asyncio.to_thread(self._pull_into_shadow, event, cancelled)
+    async def _offer(self, event: pb.WatchVersionsResponse, regions: tuple[SourceRegion, ...]) -> Offer:
+        seconds = event.timeout_seconds or _PULL_SECONDS
+        deadline, name = time.monotonic() + seconds, event.layout_hash
+        if name not in self._routes:
+            source = self._layout if name == self._hash else await wire.get_layout(self._stub, name)
+            while len(self._routes) >= _ROUTES:
+                self._routes.pop(next(iter(self._routes)))
+            self._routes[name] = await asyncio.to_thread(Route, source, self._layout, self._rank)
+        kind, version = wire.kind_of(event.kind), event.version
+        route = self._routes[name]
+        return Offer(version.version, version.epoch, kind, regions, route, deadline, seconds, event.base_epoch)
 
-    def _pull_into_shadow(self, event: pb.WatchVersionsResponse, cancelled: Callable[[], bool]) -> Received:
-        backend = self._backends.get(event.transport)
-        if backend is None:
-            backend = self._backends[event.transport] = open_backend(event.transport)
-        local = self._arenas.shadow_region(backend)
-        remote = backend.open(event.region_handle)
+    async def _commit(self, epoch: int, probe_token_ids: Sequence[int]) -> None:
+        prepared, pause_ms = self._prepared, 0.0
+        if prepared and prepared.epoch == epoch:
+            self._prepared, self._asked = None, None
+            try:
+                served, pause_ms = await self._receiver.commit(prepared, self._apply)
+            except TransferError as error:  # mode in_place: what lies there is no version any more
+                self.epoch = self.version = self.fingerprint = 0
+                self._regions = ()
+                await self._failed(epoch, error)
+                return
+            self.epoch, self.version, self.fingerprint = epoch, served.version, served.fingerprint
+            self._regions = served.regions
+            log.info("replica %s serves version %d (epoch %d)", self._replica, self.version, epoch)
+        elif self.epoch != epoch:
+            await self._failed(epoch, RuntimeError("the epoch was not prepared"))
+            return
+        committed = pb.AckVersionRequest.OUTCOME_COMMITTED
+        await self._acknowledge(epoch, committed, self._regions, fingerprint=self.fingerprint, pause_ms=pause_ms)
+        if self._probe and probe_token_ids and (self._probing is None or self._probing.done()):
+            self._probing = asyncio.create_task(self._score(self._probe, epoch, probe_token_ids))
+
+    async def _score(self, probe: Probe, epoch: int, token_ids: Sequence[int]) -> None:
+        logprobs = await probe(token_ids)
+        request = pb.ReportProbeRequest(model_id=self._model_id, epoch=epoch, replica=self._replica, logprobs=logprobs)
         try:
-            slices = to_slices(event.slices)
-            report = pull(backend, remote, local, slices, deadline_seconds=_PULL_SECONDS, cancelled=cancelled)
-        finally:
-            backend.release(remote)
-        return Received(event.version.epoch, report, fingerprint(local.view, self._arenas.layout))
+            await self._stub.ReportProbe(request, timeout=_CALL_SECONDS)
+        except AioRpcError as error:
+            log.info("the probe of epoch %d was not taken: %s", epoch, error.details())
 
-    async def _commit(self, epoch: int, version: int) -> None:
-        pause_ms = 0.0
-        if self.epoch != epoch:
-            if self._prepared is None or self._prepared.epoch != epoch:
-                await self._acknowledge(epoch, pb.AckVersionRequest.OUTCOME_FAILED, error="the epoch was not prepared")
-                return
-            index = self._arenas.shadow_index
-            pause_ms = await self._apply(Update(version, epoch, index, self._arenas.buffers[index]))
-            self._arenas.swap()
-            self.epoch, self.version, self.fingerprint = epoch, version, self._prepared.fingerprint
-            self._prepared = None
-            log.info("replica %s serves version %d (epoch %d)", self._replica, version, epoch)
-        outcome = pb.AckVersionRequest.OUTCOME_COMMITTED
-        await self._acknowledge(epoch, outcome, fingerprint=self.fingerprint, pause_ms=pause_ms)
+    async def _failed(self, epoch: int, error: Exception) -> None:
+        log.warning("replica %s cannot take epoch %d: %s", self._replica, epoch, error)
+        text, reason = f"{type(error).__name__}: {error}", wire.failure_of(error)
+        await self._acknowledge(epoch, pb.AckVersionRequest.OUTCOME_FAILED, error=text, reason=reason)
 
-    async def _acknowledge(self, epoch: int, outcome: pb.AckVersionRequest.Outcome.ValueType, **fields: object) -> None:
+    async def _acknowledge(
+        self,
+        epoch: int,
+        outcome: pb.AckVersionRequest.Outcome.ValueType,
+        regions: Sequence[SourceRegion] = (),
+        **fields: Any,
+    ) -> None:
         request = pb.AckVersionRequest(
-            replica=self._replica, model_id=self._model_id, epoch=epoch, outcome=outcome, incarnation=self._incarnation
+            replica=self._replica,
+            model_id=self._model_id,
+            epoch=epoch,
+            outcome=outcome,
+            incarnation=self._incarnation,
+            rank=self._rank,
+            regions=[wire.to_region(region) for region in regions],
+            **fields,
         )
-        for name, value in fields.items():
-            setattr(request, name, value)
         try:
             await self._stub.AckVersion(request, timeout=_CALL_SECONDS)
         except AioRpcError as error:

@@ -1,0 +1,108 @@
+"""What a replica is offered and what it has made of it. Free of gRPC and protos: offers also go to engines' workers."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal
+
+from reflux_transfer.arenas.packing import rank_layout
+from reflux_transfer.layout import Layout
+from reflux_transfer.pulling.report import PullReport
+from reflux_transfer.pulling.whole import Move, WholeTensor
+from reflux_weightplan.expand import Expander
+from reflux_weightplan.plan import PlanOptions, plan
+from reflux_weightplan.sides import Side
+from reflux_weightplan.spec import SpecLayout
+from reflux_weightplan.wire import layout_hash
+
+Kind = Literal["full", "delta", "adapter"]
+
+_PACKED = PlanOptions(relay="direct")
+_PLAIN = PlanOptions(relay="direct", pack_below=0, max_runs=1 << 62)
+
+
+@dataclass(frozen=True)
+class SourceRegion:
+    """A region that holds one rank of the source's layout while its header shows `generation`."""
+
+    rank: int
+    handle: bytes = field(repr=False)
+    transport: str
+    generation: int
+
+
+class Route:
+    """How one source layout's bytes reach the region of one rank of a target layout. Immutable, slow to make."""
+
+    def __init__(self, source: SpecLayout, target: SpecLayout, rank: int) -> None:
+        """Raises `PlanRefused` or `LayoutRefused` where the layouts do not go together."""
+        self.same = layout_hash(source) == layout_hash(target)
+        """Whether the source's rank of the same number holds the same tensors at the same places."""
+
+        self.plan_hash = ""
+        """Names the plan that packed moves come from; empty when nothing is packed."""
+
+        self._source, self._target, self._rank = source, target, rank
+        if self.same:
+            slots = rank_layout(Side(target), rank).slots
+            self.moves: Sequence[Move] = tuple(
+                WholeTensor(slot.name, slot.offset, slot.offset, slot.nbytes, rank) for slot in slots
+            )
+        else:
+            made = plan(source, target, _PACKED)
+            self.plan_hash, self.moves = made.hash, tuple(Expander(made).transfers(rank))
+
+    @cached_property
+    def plain(self) -> Sequence[Move]:
+        """The moves of a plan that packs nothing: for sources that were staged without this one."""
+        if self.same:
+            return self.moves
+        return tuple(Expander(plan(self._source, self._target, _PLAIN)).transfers(self._rank))
+
+
+@dataclass(frozen=True)
+class Offer:
+    """A version that can be pulled until `deadline`, a monotonic time `seconds` after it was offered."""
+
+    version: int
+    epoch: int
+    kind: Kind
+    regions: tuple[SourceRegion, ...]
+    route: Route = field(repr=False)
+    deadline: float
+    seconds: float
+    base_epoch: int = 0
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """An epoch that a receiver can commit. `fingerprint` is the whole version's, 0 when it is not known yet.
+
+    `regions` are those of this rank that others may read from now on, until it takes the next version.
+    """
+
+    version: int
+    epoch: int
+    report: PullReport
+    fingerprint: int
+    regions: tuple[SourceRegion, ...] = ()
+
+
+@dataclass(frozen=True)
+class Update:
+    """A version to be served from now on; it lies verified in `buffer`, the arena's buffer number `index`.
+
+    With `fill` it does not lie there yet: the engine calls it in a thread while nothing reads the buffer, and serves
+    nothing until a call has returned. When `fill` raises, the buffer holds a mixture of versions.
+    """
+
+    version: int
+    epoch: int
+    index: int
+    buffer: memoryview
+    fill: Callable[[], None] | None = None
+
+
+def layout_of_rank(layout: SpecLayout, rank: int) -> Layout:
+    """Where the tensors of one rank lie in its region."""
+    return rank_layout(Side(layout), rank)
