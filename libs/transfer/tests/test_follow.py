@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 import pytest
 from weights import GEOMETRY, LAYOUT, SLICE, WatchedShm, assert_holds, publish, tensors
 
@@ -14,7 +15,7 @@ from reflux_transfer.errors import ChecksumMismatch, GenerationGone, PeerGone, R
 from reflux_transfer.layout import Layout
 from reflux_transfer.pulling.source import RemoteSource
 from reflux_transfer.pulling.stream import follow
-from reflux_transfer.pulling.whole import whole
+from reflux_transfer.pulling.whole import WholeTensor, whole
 from reflux_transfer.registry import open_backend
 
 PIECES = len(GEOMETRY.pieces)
@@ -185,18 +186,25 @@ def test_a_pull_ends_when_cancelled_or_late(arenas: PublisherArenas, backend: Wa
 
 
 def test_the_end_waits_for_the_seal(arenas: PublisherArenas, backend: WatchedShm) -> None:
-    """All pieces are there and the staging fails after all: the pull must not have succeeded."""
+    """All pieces have been pulled when the staging fails after all, in making a delta: the pull must fail, too."""
+    everything_read = threading.Event()
+
+    def looked(offset: int, length: int) -> None:
+        if backend.data_bytes >= LAYOUT.parameter_bytes:
+            everything_read.set()
+
+    def fingerprint_of_base(generation: int) -> int:
+        assert everything_read.wait(20)
+        raise RuntimeError("at the very end")
+
+    backend.before, arenas.fingerprint = looked, fingerprint_of_base
     staging = arenas.begin()
-
-    def cast(part: Any, place: memoryview) -> None:
-        copy(part, place)
-        if place.nbytes == LAYOUT.by_name["last"].nbytes % SLICE:
-            raise RuntimeError("at the very end")
-
-    with pytest.raises(RuntimeError):
-        staging.write(tensors(1), cast)
-    with pytest.raises(GenerationGone, match="at the very end"):
-        pull(backend, staging.offer(), staging.generation)
+    with ThreadPoolExecutor(1) as pool:
+        written = pool.submit(staging.write, tensors(1), base=staging.generation)
+        with pytest.raises(GenerationGone, match="at the very end"):
+            pull(backend, staging.offer(), staging.generation)
+        with pytest.raises(RuntimeError, match="at the very end"):
+            written.result(20)
 
 
 def test_sources_are_given_once_and_all_of_them(arenas: PublisherArenas, backend: WatchedShm) -> None:
@@ -222,3 +230,43 @@ def test_tensors_may_lie_elsewhere_at_the_target(arenas: PublisherArenas, backen
         assert bytes(local.view[slot.offset : slot.end]) == tensors(1)[slot.name].tobytes()
     assert report.fingerprint == arenas.fingerprint(staging.generation)
     assert not report.checksums
+
+
+def test_what_lies_between_two_pieces_is_kept(backend: WatchedShm) -> None:
+    """Tensors that are not pulled, and bytes that another source has just filled."""
+    layout = Layout.from_shapes({"a": ([100], "uint8"), "kept": ([1], "uint8"), "c": ([100], "uint8")})
+    staging = PublisherArenas(backend, layout).begin()
+    staging.write({name: np.full(slot.shape, 5, np.uint8) for name, slot in layout.by_name.items()})
+    other = PublisherArenas(backend, Layout.from_shapes({"b": ([412], "uint8")})).begin()
+    other.write({"b": np.full(412, 9, np.uint8)})
+    local = backend.allocate(612)
+    local.view[:] = bytes([7]) * 612
+    first, second = (RemoteSource(backend.open(each.offer()), 1, rank) for rank, each in enumerate((other, staging)))
+    moves = [WholeTensor(name, at, at, 100, source_rank=1) for name, at in (("a", 0), ("c", 512))]
+    follow(backend, [second], local, moves, deadline_seconds=9)
+    assert bytes(local.view) == bytes([5]) * 100 + bytes([7]) * 412 + bytes([5]) * 100
+    follow(backend, [first, second], local, [*moves, WholeTensor("b", 0, 100, 412)], deadline_seconds=9)
+    assert bytes(local.view) == bytes([5]) * 100 + bytes([9]) * 412 + bytes([5]) * 100
+
+
+def test_alignment_gaps_of_one_source_are_another_ones_bytes(backend: WatchedShm) -> None:
+    layout = Layout.from_shapes({"a": ([100], "uint8"), "c": ([100], "uint8")})
+    staging = PublisherArenas(backend, layout).begin()
+    staging.write({name: np.full(100, 5, np.uint8) for name in layout.by_name})
+    other = PublisherArenas(backend, Layout.from_shapes({"b": ([156], "uint8")})).begin()
+    other.write({"b": np.full(156, 9, np.uint8)})
+    local = backend.allocate(356)
+    first, second = (RemoteSource(backend.open(each.offer()), 1, rank) for rank, each in enumerate((other, staging)))
+    moves = [WholeTensor(name, at, at, 100, source_rank=1) for name, at in (("a", 0), ("c", 256))]
+    follow(backend, [first, second], local, [*moves, WholeTensor("b", 0, 100, 156)], deadline_seconds=9)
+    assert bytes(local.view) == bytes([5]) * 100 + bytes([9]) * 156 + bytes([5]) * 100
+
+
+def test_a_small_tensor_in_the_gap_of_its_neighbours_is_kept(backend: WatchedShm) -> None:
+    layout = Layout.from_shapes({"d": ([50], "uint8"), "a": ([100], "uint8"), "c": ([100], "uint8")})
+    staging = PublisherArenas(backend, layout).begin()
+    staging.write({"d": np.full(50, 3, np.uint8), "a": np.full(100, 5, np.uint8), "c": np.full(100, 6, np.uint8)})
+    local, source = backend.allocate(356), RemoteSource(backend.open(staging.offer()), 1)
+    moves = [WholeTensor("d", 0, 100, 50), WholeTensor("a", 256, 0, 100), WholeTensor("c", 512, 256, 100)]
+    follow(backend, [source], local, moves, deadline_seconds=9)
+    assert bytes(local.view[:150]) == bytes([5]) * 100 + bytes([3]) * 50

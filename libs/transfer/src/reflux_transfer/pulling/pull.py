@@ -26,13 +26,20 @@ class RankPull:
     """Owns what is left to pull from one source."""
 
     def __init__(
-        self, backend: TransferBackend, reader: ArenaReader, local: LocalRegion, moves: Sequence[Move], plan_hash: str
+        self,
+        backend: TransferBackend,
+        reader: ArenaReader,
+        local: LocalRegion,
+        moves: Sequence[Move],
+        *,
+        plan_hash: str,
+        only_source: bool,
     ) -> None:
         self.reader, self.bytes, self.slices, self.direct = reader, 0, 0, 0
         self.complete = False
         """All steps are done and the source is sealed."""
         self._backend, self._local = backend, local
-        found = steps(reader.rows, reader.header.pieces, moves, reader.pack_base(plan_tag(plan_hash)))
+        found = steps(reader.rows, reader.header.pieces, moves, reader.pack_base(plan_tag(plan_hash)), only_source)
         self._main: deque[Main] = deque(found.pieces)
         self._more: deque[More] = deque(found.extras)
         length = max(

@@ -78,14 +78,19 @@ class Steps:
     extras: list[More]
 
 
-def steps(rows: np.ndarray, pieces: int, moves: Iterable[Move], pack_base: int | None = None) -> Steps:
+def steps(
+    rows: np.ndarray, pieces: int, moves: Iterable[Move], pack_base: int | None = None, only_source: bool = False
+) -> Steps:
     """The steps of a source with these `rows` (see `Geometry.rows`); `pack_base` is where its share of the pack area
-    begins.
+    begins. With an `only_source` gaps of alignment between tensors may be overwritten, which saves reads.
 
     Raises `LayoutError` naming a tensor whose bytes lie in no piece, and `PlanNotStaged` for packed moves that the
     source does not pack.
     """
-    return _Planner(rows, pieces, pack_base).steps(moves)
+    found = _Planner(rows, pieces, pack_base).steps(moves)
+    gaps = only_source and not found.extras and all(isinstance(step, Direct) for step in found.pieces)
+    _join(found.pieces, ALIGNMENT_BYTES if gaps else 1)
+    return found
 
 
 class _Planner:
@@ -120,7 +125,6 @@ class _Planner:
         more.extend(self._packs.values())
         main.extend(self._covers.values())
         main.sort(key=lambda step: step.piece)
-        _join(main, alone=not more)
         return Steps(main, sorted(more, key=lambda step: step.extra))
 
     def _pack(self, move: Move) -> None:
@@ -162,11 +166,8 @@ class _Planner:
         raise LayoutError(f"{tensor}: byte {position} of the source lies in none of its pieces")
 
 
-def _join(found: list[Main], alone: bool) -> None:
-    """Marks neighbours. Alignment gaps may be overwritten, but never bytes of another step: where runs are scattered,
-    a gap may be theirs.
-    """
-    gap = ALIGNMENT_BYTES if alone and all(isinstance(step, Direct) for step in found) else 1
+def _join(found: list[Main], gap: int) -> None:
+    """Marks neighbours less than `gap` bytes apart, never across bytes of another step."""
     places = sorted(range(len(found)), key=lambda index: _first_byte(found[index]))
     before = dict(zip(places[1:], places, strict=False))
     for index, step in enumerate(found):

@@ -27,8 +27,9 @@ def follow(
 ) -> PullReport:
     """Pulls and verifies the transfers of all sources; blocks until the sources are sealed, so call it in a thread.
 
-    `local` is this rank's tensors area; `plan_hash` names the plan that packed transfers come from. All ranks of the
-    version are to be given, also those that nothing is read from: its fingerprint is made of theirs.
+    `local` is this rank's tensors area, of which gaps below 256 bytes between tensors may be overwritten; `plan_hash`
+    names the plan that packed transfers come from. All ranks of the version are to be given, also those that nothing is
+    read from: its fingerprint is made of theirs.
 
     Raises `GenerationGone`, `ChecksumMismatch` naming the tensor, `PlanNotStaged` before it has written anything,
     `ReadCancelled` soon after `cancelled()` turns true, `LayoutError` for transfers that do not fit a source, and what
@@ -44,7 +45,8 @@ def follow(
     try:
         for remote in sorted(remotes, key=lambda remote: remote.rank):
             readers.append(ArenaReader(backend, remote, start + deadline_seconds))
-            pulls.append(RankPull(backend, readers[-1], local, by_rank[remote.rank], plan_hash))
+            mine, alone = by_rank[remote.rank], len(remotes) == 1
+            pulls.append(RankPull(backend, readers[-1], local, mine, plan_hash=plan_hash, only_source=alone))
         _run(pulls, cancelled)
     finally:
         for opened in (*pulls, *readers):
