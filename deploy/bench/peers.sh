@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# An environment of its own for the rivals (NIXL, Mooncake, ucxx): deploy/bench/peers.sh [VENV]. About 3 GB, some minutes, once.
+# An environment of its own for the rivals (NIXL, Mooncake, ucxx): deploy/bench/peers.sh [VENV]. About 1.7 GB, some minutes, once.
 # Runs the NIXL cases of the conformance suite:
 #   REFLUX_TEST_NIXL=1 .venv-peers/bin/python -m pytest libs/transfer/tests
 set -euo pipefail
@@ -11,7 +11,7 @@ wanted=$(cat deploy/bench/peers.sh deploy/bench/requirements-peers.txt libs/tran
 
 echo "peers: creating $venv and installing deploy/bench/requirements-peers.txt" >&2
 [ -x "$venv/bin/python" ] || python3 -m venv "$venv"
-pip() { "$venv/bin/python" -m pip --disable-pip-version-check -q "$@"; }
+pip() { "$venv/bin/python" -m pip --disable-pip-version-check -q "$@" 2> >(grep -v '^WARNING: Location' >&2); }
 pip install -r deploy/bench/requirements-peers.txt
 # Without their dependencies: backends, handles and pulls need neither gRPC nor the protos.
 packages=()
