@@ -82,6 +82,18 @@ def test_a_step_at_lr_1e_6_costs_less_than_5_percent_of_the_bytes() -> None:
     assert found.length <= 0.05 * 2 * count
 
 
+def test_frames_do_not_leak_into_each_other() -> None:
+    base = np.zeros(4 * FRAME_BYTES, np.uint8)
+    new = base.copy()
+    for frame in (0, 1, 3):  # another block in each, none in the third
+        new[frame * FRAME_BYTES + 4096 * frame] = 1 + frame
+    packed = encoded(view(base), view(new))
+    assert packed is not None
+    target = memoryview(bytearray(len(base)))
+    decode(packed, view(base), target, base_fingerprint=7)
+    assert target == view(new)
+
+
 def test_equal_weights_cost_a_few_bytes_per_frame() -> None:
     same = view(np.arange(1 << 20, dtype=np.uint16))
     packed = encoded(same, same)
