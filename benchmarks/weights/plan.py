@@ -27,7 +27,8 @@ def measure(ranks: int, route: str, alpha_seconds: float) -> dict[str, float | s
     """One plan in this process."""
     source, target = PRESETS[f"deepseek-v3-256-to-{ranks}"].make()
     begun, wall = time.process_time(), time.perf_counter()
-    made = plan(source, target, PlanOptions(relay="relay" if route == "relay" else "direct", link=_link(alpha_seconds)))
+    link = LinkModel(alpha_seconds=alpha_seconds)
+    made = plan(source, target, PlanOptions(relay="relay" if route == "relay" else "direct", link=link))
     return {
         "seconds": round(time.process_time() - begun, 3),
         "wall_seconds": round(time.perf_counter() - wall, 3),
@@ -37,10 +38,6 @@ def measure(ranks: int, route: str, alpha_seconds: float) -> dict[str, float | s
         "efficiency": round(made.efficiency, 4),
         "route": made.route,
     }
-
-
-def _link(alpha_seconds: float) -> LinkModel:
-    return LinkModel(alpha_seconds=alpha_seconds)
 
 
 def main() -> int:

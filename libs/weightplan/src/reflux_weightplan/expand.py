@@ -1,5 +1,7 @@
 """Owns the way from a plan to one rank's work: the templates of its classes times their tensors."""
 
+from collections.abc import Iterator
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -67,7 +69,7 @@ class Expander:
         rows = np.concatenate(parts) if parts else np.zeros(0, FETCH)
         return rows[np.lexsort((rows["offset"], rows["slab"]))]
 
-    def _class_rows(self, index: int, target_rank: int):
+    def _class_rows(self, index: int, target_rank: int) -> Iterator[NDArray[np.void]]:
         plan, each = self.plan, self.plan.classes[index]
         template = each.template
         box = plan.target.box_KR[each.target_kind, target_rank]

@@ -22,7 +22,7 @@ def points(box: Box) -> set[tuple[int, ...]]:
 
 
 @given(boxes_in((5, 4, 3)), boxes_in((5, 4, 3)))
-def test_an_intersection_is_the_common_points(left, right):
+def test_an_intersection_is_the_common_points(left: Box, right: Box) -> None:
     common = left.intersect(right)
     assert (points(common) if common else set()) == points(left) & points(right)
     assert left.intersect(right) == right.intersect(left)
@@ -31,7 +31,7 @@ def test_an_intersection_is_the_common_points(left, right):
 
 
 @given(st.lists(boxes_in((6, 5)), max_size=5))
-def test_cover_lists_exactly_the_missing_and_the_doubled_points(boxes):
+def test_cover_lists_exactly_the_missing_and_the_doubled_points(boxes: list[Box]) -> None:
     missing, doubled = cover((6, 5), boxes)
     times = {point: sum(point in points(box) for box in boxes) for point in points(Box.whole((6, 5)))}
     for found, wanted in ((missing, {p for p in times if not times[p]}), (doubled, {p for p in times if times[p] > 1})):
@@ -40,17 +40,17 @@ def test_cover_lists_exactly_the_missing_and_the_doubled_points(boxes):
         assert set(listed) == wanted
 
 
-def test_a_gap_of_many_rows_is_one_range():
+def test_a_gap_of_many_rows_is_one_range() -> None:
     assert cover((100, 8), [Box((0, 0), (10, 8)), Box((70, 0), (100, 8))])[0] == [Box((10, 0), (70, 8))]
 
 
-def test_a_scalar_is_covered_by_its_only_box():
+def test_a_scalar_is_covered_by_its_only_box() -> None:
     assert cover((), [Box((), ())]) == ([], [])
     assert cover((), []) == ([Box((), ())], [])
     assert cover((), [Box((), ())] * 2) == ([], [Box((), ())])
 
 
 @pytest.mark.parametrize(("start", "stop"), [((0,), (1, 2)), ((-1,), (2,)), ((3,), (2,))])
-def test_a_box_that_is_none_is_refused(start, stop):
+def test_a_box_that_is_none_is_refused(start: tuple[int, ...], stop: tuple[int, ...]) -> None:
     with pytest.raises(LayoutRefused):
         Box(start, stop)

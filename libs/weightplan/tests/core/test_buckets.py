@@ -9,7 +9,7 @@ from reflux_weightplan.plan import PlanOptions, plan
 from reflux_weightplan.spec import SpecLayout, TensorSpec
 
 
-def test_buckets_bring_no_rank_more_than_the_bound():
+def test_buckets_bring_no_rank_more_than_the_bound() -> None:
     bound = 64 << 20
     made = plan(*deepseek_like(layers=6, experts=128), PlanOptions(bucket_bytes=bound))
     expander = Expander(made)
@@ -25,7 +25,7 @@ def test_buckets_bring_no_rank_more_than_the_bound():
     assert len(full) > len(made.buckets) / 2, "buckets are filled before the next one is opened"
 
 
-def test_buckets_follow_the_layers_not_the_list():
+def test_buckets_follow_the_layers_not_the_list() -> None:
     names = ["head", "2", "0", "1", "embed"]
     layers = [9, 2, 0, 1, -1]
     tensors = tuple(

@@ -26,34 +26,34 @@ def rows_by_rank(size: int, mesh: Mesh, *cuts: Cut) -> list[tuple[int, int] | No
     return [(shards[r].start[0], shards[r].stop[0]) if r in shards else None for r in range(mesh.ranks)]
 
 
-def test_chunks_are_those_of_fsdp2_with_empty_ranks_at_the_end():
+def test_chunks_are_those_of_fsdp2_with_empty_ranks_at_the_end() -> None:
     assert rows_by_rank(10, Mesh((("f", 4),)), Cut(0, "f", "chunk")) == [(0, 3), (3, 6), (6, 9), (9, 10)]
     assert rows_by_rank(5, Mesh((("f", 4),)), Cut(0, "f", "chunk")) == [(0, 2), (2, 4), (4, 5), None]
 
 
 @pytest.mark.parametrize(("size", "ranks"), [(12, 4), (13, 4), (7, 3), (3, 3)])
-def test_even_parts_are_those_of_array_split(size, ranks):
+def test_even_parts_are_those_of_array_split(size: int, ranks: int) -> None:
     wanted = [(int(part[0]), int(part[-1]) + 1) for part in np.array_split(np.arange(size), ranks)]
     assert rows_by_rank(size, Mesh((("t", ranks),)), Cut(0, "t")) == wanted
 
 
-def test_heads_fewer_than_ranks_lie_on_runs_of_ranks():
+def test_heads_fewer_than_ranks_lie_on_runs_of_ranks() -> None:
     found = rows_by_rank(8, Mesh((("t", 4),)), Cut(0, "t", "even", 4))
     assert found == [(0, 4), (0, 4), (4, 8), (4, 8)]
 
 
-def test_axes_joined_in_a_cut_count_from_the_first_to_the_last():
+def test_axes_joined_in_a_cut_count_from_the_first_to_the_last() -> None:
     mesh = Mesh((("a", 2), ("b", 3)))
     assert rows_by_rank(6, mesh, Cut(0, "a+b", "chunk")) == [(r, r + 1) for r in range(6)]
     assert rows_by_rank(6, mesh, Cut(0, "b+a", "chunk")) == [(r, r + 1) for r in (0, 2, 4, 1, 3, 5)]
 
 
-def test_a_second_cut_divides_what_the_first_left():
+def test_a_second_cut_divides_what_the_first_left() -> None:
     found = rows_by_rank(10, Mesh((("t", 2), ("f", 2))), Cut(0, "t"), Cut(0, "f", "chunk"))
     assert found == [(0, 3), (3, 5), (5, 8), (8, 10)]
 
 
-def test_fused_neighbours_lie_side_by_side_and_others_are_aligned():
+def test_fused_neighbours_lie_side_by_side_and_others_are_aligned() -> None:
     tensors = (
         TensorSpec("up", (3, 5), "uint8", fused="gate_up", fused_order=1),
         TensorSpec("norm", (5,), "uint8"),
@@ -63,7 +63,7 @@ def test_fused_neighbours_lie_side_by_side_and_others_are_aligned():
     assert offsets == {"gate": 0, "up": 15, "norm": 256}
 
 
-def test_interleaved_heads_lie_group_by_group():
+def test_interleaved_heads_lie_group_by_group() -> None:
     tensors = tuple(
         TensorSpec(name, (2 * rows, 1), "uint8", fused="qkv", fused_order=order, fused_rows=rows)
         for order, (name, rows) in enumerate((("q", 4), ("k", 2), ("v", 2)))
@@ -88,18 +88,18 @@ BAD_TENSORS = {
 
 
 @pytest.mark.parametrize("what", BAD_TENSORS)
-def test_bad_layouts_are_refused_by_name(what):
+def test_bad_layouts_are_refused_by_name(what: str) -> None:
     with pytest.raises(LayoutRefused, match=what):
         SpecLayout(MESH, BAD_TENSORS[what])
 
 
-def test_ranks_that_hold_nothing_are_refused():
+def test_ranks_that_hold_nothing_are_refused() -> None:
     pinned = TensorSpec("w", (2,), "uint8", Placement((), (("p", 1),)))
     with pytest.raises(LayoutRefused, match=r"more ranks than boxes: ranks \[0, 2\] of 4"):
         Side(SpecLayout(MESH, (pinned,)))
 
 
-def test_as_many_places_as_ranks_or_none():
+def test_as_many_places_as_ranks_or_none() -> None:
     with pytest.raises(LayoutRefused, match="4 ranks need as many places"):
         SpecLayout(MESH, (TensorSpec("w", (2,), "uint8"),), (Place("a"),))
 
@@ -111,13 +111,15 @@ def test_as_many_places_as_ranks_or_none():
         ("different numbers of blocks", [("q", 8, 2), ("k", 2, 1)]),
     ],
 )
-def test_heads_that_cannot_be_interleaved_are_refused(what, specs):
+def test_heads_that_cannot_be_interleaved_are_refused(what: str, specs: list[tuple[str, int, int]]) -> None:
     tensors = tuple(TensorSpec(name, (rows,), "uint8", fused="qk", fused_rows=block) for name, rows, block in specs)
     with pytest.raises(LayoutRefused, match=what):
         Side(SpecLayout(Mesh(()), tensors))
 
 
-def explicit(*shards: Shard, shape=(4, 2), dtype="uint8", regions=(64, 64)) -> ShardedLayout:
+def explicit(
+    *shards: Shard, shape: tuple[int, ...] = (4, 2), dtype: str = "uint8", regions: tuple[int, ...] = (64, 64)
+) -> ShardedLayout:
     places = tuple(Place(f"h{rank}") for rank in range(len(regions)))
     return ShardedLayout((ShardedTensor("w", shape, dtype, shards),), places, regions)
 
@@ -139,18 +141,18 @@ BAD_SHARDS = {
 
 
 @pytest.mark.parametrize("what", BAD_SHARDS)
-def test_bad_explicit_layouts_are_refused_with_their_ranges(what):
+def test_bad_explicit_layouts_are_refused_with_their_ranges(what: str) -> None:
     with pytest.raises(LayoutRefused, match=what):
         BAD_SHARDS[what].check()
 
 
-def test_equal_boxes_on_several_ranks_are_replicas():
+def test_equal_boxes_on_several_ranks_are_replicas() -> None:
     explicit(rows(0, 0, 4), rows(1, 0, 4)).check()
 
 
 @settings(max_examples=30, deadline=None)
 @given(layout_pairs())
-def test_a_layout_survives_its_canonical_bytes(pair):
+def test_a_layout_survives_its_canonical_bytes(pair: tuple[SpecLayout, SpecLayout]) -> None:
     for layout in pair:
         again = parse(canonical(layout))
         assert again == layout
@@ -177,12 +179,12 @@ CHANGES = {
 }  # fmt: skip
 
 
-def test_every_field_changes_the_hash():
+def test_every_field_changes_the_hash() -> None:
     hashes = {layout_hash(dataclasses.replace(BASE, **change)) for change in CHANGES.values()}
     assert len(hashes | {layout_hash(BASE)}) == len(CHANGES) + 1
 
 
-def test_a_plan_has_one_hash_in_every_process():
+def test_a_plan_has_one_hash_in_every_process() -> None:
     code = """if True:
         import sys
         from reflux_weightplan.plan import PlanOptions, plan_hash

@@ -1,5 +1,7 @@
 """What a plan moves: every byte to its place, whatever the layouts, the packing and the route."""
 
+from typing import Literal
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -29,20 +31,26 @@ def move_and_compare(source: SpecLayout, target: SpecLayout, options: PlanOption
 
 @settings(max_examples=100, deadline=None)
 @given(layout_pairs(), PACKING, ROUTES)
-def test_random_layouts_move_every_byte(pair, pack_below, relay):
+def test_random_layouts_move_every_byte(
+    pair: tuple[SpecLayout, SpecLayout], pack_below: int, relay: Literal["direct", "relay"]
+) -> None:
     move_and_compare(*pair, PlanOptions(pack_below=pack_below, relay=relay))
 
 
 @pytest.mark.slow
 @settings(max_examples=5000, deadline=None)
 @given(layout_pairs(), PACKING, ROUTES)
-def test_five_thousand_random_layouts_move_every_byte(pair, pack_below, relay):
+def test_five_thousand_random_layouts_move_every_byte(
+    pair: tuple[SpecLayout, SpecLayout], pack_below: int, relay: Literal["direct", "relay"]
+) -> None:
     move_and_compare(*pair, PlanOptions(pack_below=pack_below, relay=relay))
 
 
 @settings(max_examples=40, deadline=None)
 @given(layout_pairs(), PACKING)
-def test_the_model_of_messages_and_bytes_is_what_the_ranks_do(pair, pack_below):
+def test_the_model_of_messages_and_bytes_is_what_the_ranks_do(
+    pair: tuple[SpecLayout, SpecLayout], pack_below: int
+) -> None:
     made = plan(*pair, PlanOptions(pack_below=pack_below, relay="direct"))
     expander = Expander(made)
     for rank in range(made.target.ranks):
@@ -58,7 +66,9 @@ def test_the_model_of_messages_and_bytes_is_what_the_ranks_do(pair, pack_below):
 
 @settings(max_examples=40, deadline=None)
 @given(layout_pairs(), PACKING, ROUTES)
-def test_pieces_are_numbered_in_the_order_of_buckets_and_cover_what_is_read(pair, pack_below, relay):
+def test_pieces_are_numbered_in_the_order_of_buckets_and_cover_what_is_read(
+    pair: tuple[SpecLayout, SpecLayout], pack_below: int, relay: Literal["direct", "relay"]
+) -> None:
     made = plan(*pair, PlanOptions(pack_below=pack_below, relay=relay))
     expander = Expander(made)
     published = [expander.pieces(rank) for rank in range(made.source.ranks)]
@@ -81,7 +91,7 @@ def test_pieces_are_numbered_in_the_order_of_buckets_and_cover_what_is_read(pair
             assert found["bucket"][0] == row["bucket"]
 
 
-def test_short_runs_are_packed_at_the_source():
+def test_short_runs_are_packed_at_the_source() -> None:
     source = SpecLayout(Mesh((("f", 2),)), (TensorSpec("o", (64, 96), "bfloat16", Placement((Cut(0, "f", "chunk"),))),))
     target = SpecLayout(Mesh((("t", 3),)), (TensorSpec("o", (64, 96), "bfloat16", Placement((Cut(1, "t"),))),))
     loose = move_and_compare(source, target, PlanOptions(pack_below=64))
@@ -93,14 +103,14 @@ def test_short_runs_are_packed_at_the_source():
     assert [transfer.packed for transfer in expand(tight, 2)] == [True, True]
 
 
-def test_boxes_of_very_many_runs_are_packed_however_long_these_are():
+def test_boxes_of_very_many_runs_are_packed_however_long_these_are() -> None:
     source = SpecLayout(Mesh(()), (TensorSpec("o", (300, 4), "float32"),))
     target = SpecLayout(Mesh((("t", 2),)), (TensorSpec("o", (300, 4), "float32", Placement((Cut(1, "t"),))),))
     assert plan(source, target, PlanOptions(pack_below=0, max_runs=300)).messages.tolist() == [[300, 300]]
     assert plan(source, target, PlanOptions(pack_below=0, max_runs=299)).messages.tolist() == [[1, 1]]
 
 
-def test_grouped_heads_under_wide_tensor_parallelism_come_from_one_place():
+def test_grouped_heads_under_wide_tensor_parallelism_come_from_one_place() -> None:
     cut = Placement((Cut(0, "t", "even", 4),))
     source = SpecLayout(Mesh((("f", 3),)), (TensorSpec("k", (8, 5), "float32", Placement((Cut(0, "f", "chunk"),))),))
     target = SpecLayout(Mesh((("t", 4),)), (TensorSpec("k", (8, 5), "float32", cut),))
@@ -108,7 +118,7 @@ def test_grouped_heads_under_wide_tensor_parallelism_come_from_one_place():
     assert made.traffic.sum(axis=0).tolist() == [80] * 4
 
 
-def test_a_large_tensor_is_moved_in_pieces_of_four_mebibytes():
+def test_a_large_tensor_is_moved_in_pieces_of_four_mebibytes() -> None:
     source = SpecLayout(Mesh((("f", 2),)), (TensorSpec("e", (3000, 2500), "bfloat16", Placement((Cut(0, "f"),))),))
     target = SpecLayout(Mesh(()), (TensorSpec("e", (3000, 2500), "bfloat16"),))
     made = move_and_compare(source, target, PlanOptions(bucket_bytes=5 << 20))
@@ -122,7 +132,7 @@ def test_a_large_tensor_is_moved_in_pieces_of_four_mebibytes():
 
 
 @pytest.mark.parametrize("pack_below", [0, 1 << 20])
-def test_boxes_cut_along_two_inner_dimensions_arrive(pack_below):
+def test_boxes_cut_along_two_inner_dimensions_arrive(pack_below: int) -> None:
     source = SpecLayout(Mesh(()), (TensorSpec("w", (4, 6, 8), "bfloat16"),))
     cuts = Placement((Cut(1, "t"), Cut(2, "u")))
     target = SpecLayout(Mesh((("t", 2), ("u", 2))), (TensorSpec("w", (4, 6, 8), "bfloat16", cuts),))

@@ -21,7 +21,7 @@ def pair(replicas: int, *, shards: int = 2, layers: int = 6) -> tuple[SpecLayout
     )
 
 
-def test_trainers_send_every_byte_once_when_peers_relay():
+def test_trainers_send_every_byte_once_when_peers_relay() -> None:
     source, target = pair(3)
     made = plan(source, target, PlanOptions(relay="relay"))
     assert made.relay is not None
@@ -40,7 +40,7 @@ def test_trainers_send_every_byte_once_when_peers_relay():
         assert made.relay.servers(rank).keys() == {0, 1, 2} - {rank // 2}
 
 
-def test_a_peer_passes_on_only_what_it_has_read_itself():
+def test_a_peer_passes_on_only_what_it_has_read_itself() -> None:
     made = plan(*pair(3), PlanOptions(relay="relay"))
     expander = Expander(made)
     own = [set(expander.transfers(rank).rows["tensor"].tolist()) for rank in range(6)]
@@ -50,7 +50,7 @@ def test_a_peer_passes_on_only_what_it_has_read_itself():
             assert row["tensor"] not in own[rank]
 
 
-def test_contents_with_more_and_fewer_peers_arrive_too():
+def test_contents_with_more_and_fewer_peers_arrive_too() -> None:
     source = SpecLayout(Mesh((("f", 2),)), tuple(TensorSpec(f"w{n}", (8, 3), "float32") for n in range(5)))
     cut = Placement((Cut(0, "t", "even", 4),))
     target = SpecLayout(
@@ -66,22 +66,22 @@ def test_contents_with_more_and_fewer_peers_arrive_too():
     assert all((left == right).all() for left, right in zip(out, wanted, strict=True))
 
 
-def test_the_faster_route_is_taken():
+def test_the_faster_route_is_taken() -> None:
     assert plan(*pair(4, shards=2)).route == "relay"
     assert plan(*pair(4, shards=2), PlanOptions(relay="direct")).route == "direct"
     assert plan(*pair(1)).route == "direct"
     assert plan(*pair(2, shards=8)).route == "direct", "the targets' ports are the bound: nothing to gain"
 
 
-def test_relay_within_bound():
+def test_relay_within_bound() -> None:
     made = plan(*deepseek_like(layers=8, experts=128, replicas=4))
     assert made.route == "relay"
     assert made.makespan_seconds <= 1.3 * made.lower_bound_seconds
-    direct = plan(*deepseek_like(layers=8, experts=128, replicas=4), PlanOptions(relay="direct"))
-    assert made.makespan_seconds < 0.75 * direct.makespan_seconds
+    busiest_source_seconds = made.traffic.sum(axis=1).max() / 50e9
+    assert made.makespan_seconds < 0.75 * busiest_source_seconds, "no direct schedule could be as fast"
 
 
-def test_a_plan_explains_itself():
+def test_a_plan_explains_itself() -> None:
     source, target = pair(3)
     told = explain(plan(source, target))
     assert told.nbytes == 3 * source.nbytes

@@ -1,6 +1,8 @@
 """One-port schedules: valid, near the bound, near the optimum where that can be enumerated."""
 
 import itertools
+from collections.abc import Iterable
+from random import Random
 
 import numpy as np
 from hypothesis import given, settings
@@ -23,7 +25,7 @@ def check_no_port_does_two_things(seconds: np.ndarray, start: np.ndarray) -> Non
 
 @settings(deadline=None)
 @given(st.integers(1, 6), st.integers(1, 6), st.randoms(use_true_random=False))
-def test_schedules_are_valid_and_within_twice_the_bound(sources, targets, random):
+def test_schedules_are_valid_and_within_twice_the_bound(sources: int, targets: int, random: Random) -> None:
     seconds = np.array([[random.choice((0.0, 0.0, random.random())) for _ in range(targets)] for _ in range(sources)])
     start, makespan = list_schedule(seconds)
     check_no_port_does_two_things(seconds, start)
@@ -33,20 +35,20 @@ def test_schedules_are_valid_and_within_twice_the_bound(sources, targets, random
 
 @settings(max_examples=15, deadline=None)
 @given(st.lists(st.integers(1, 9), min_size=6, max_size=6))
-def test_small_schedules_are_near_the_best_of_all_orders(lengths):
+def test_small_schedules_are_near_the_best_of_all_orders(lengths: list[int]) -> None:
     seconds = np.array(lengths, float).reshape(2, 3)
     best = min(greedy(seconds, order) for order in itertools.permutations(np.ndindex(2, 3)))
     assert list_schedule(seconds)[1] <= 1.34 * best + 1e-6
 
 
-def greedy(seconds: np.ndarray, order) -> float:
+def greedy(seconds: np.ndarray, order: Iterable[tuple[int, ...]]) -> float:
     source, target = [0.0] * seconds.shape[0], [0.0] * seconds.shape[1]
     for left, right in order:
         source[left] = target[right] = max(source[left], target[right]) + seconds[left, right]
     return max(*source, *target)
 
 
-def test_the_order_of_enumeration_would_be_many_times_slower():
+def test_the_order_of_enumeration_would_be_many_times_slower() -> None:
     seconds = np.random.default_rng(0).uniform(0.9, 1.1, (32, 48))
     start, makespan = list_schedule(seconds)
     check_no_port_does_two_things(seconds, start)
