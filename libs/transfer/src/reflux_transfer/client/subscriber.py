@@ -72,6 +72,7 @@ class BrokerSubscriber:
         self._routes: dict[str, Route] = {}
         self._pull: asyncio.Task[None] | None = None
         self._probing: asyncio.Task[None] | None = None
+        self._leases: asyncio.Task[None] | None = None
         self._cancelled = threading.Event()
         self._asked: _Asked | None = None
         self._prepared: Prepared | None = None
@@ -88,14 +89,11 @@ class BrokerSubscriber:
 
         Raises only what `apply` raises and what registering refuses.
         """
-        arenas = self._receiver.arenas
-        keeper = keep_leases(self._stub, self._model_id, self._replica, arenas) if arenas else None
-        leases = asyncio.create_task(keeper) if keeper else None
         try:
             await self._follow()
         finally:
             await self._stop_pull()
-            for task in (leases, self._probing):
+            for task in (self._leases, self._probing):
                 if task:
                     task.cancel()
                     await asyncio.gather(task, return_exceptions=True)
@@ -106,6 +104,9 @@ class BrokerSubscriber:
         while True:
             try:
                 await self._register()
+                if self._leases is None and (arenas := self._receiver.arenas):
+                    keeper = keep_leases(self._stub, self._model_id, self._replica, arenas)
+                    self._leases = asyncio.create_task(keeper)
                 watch = pb.WatchVersionsRequest(
                     replica=self._replica, model_id=self._model_id, incarnation=self._incarnation
                 )

@@ -45,6 +45,8 @@ _REASONS: dict[type[Exception], pb.AckVersionRequest.Reason.ValueType] = {
     errors.ChecksumMismatch: pb.AckVersionRequest.REASON_CHECKSUM,
     errors.DeltaDamaged: pb.AckVersionRequest.REASON_CHECKSUM,
     errors.GenerationGone: pb.AckVersionRequest.REASON_GENERATION_GONE,
+    # Of an owner that gave its memory up, whose place something else has taken.
+    errors.WrongHandle: pb.AckVersionRequest.REASON_GENERATION_GONE,
     errors.PeerGone: pb.AckVersionRequest.REASON_PEER_GONE,
     errors.ReadDeadlineExceeded: pb.AckVersionRequest.REASON_DEADLINE,
     errors.BaseMismatch: pb.AckVersionRequest.REASON_BASE_MISMATCH,
