@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from reflux_model.cache import SlotCache
 from reflux_model.config import ModelConfig
 from reflux_model.generation import generate
-from reflux_model.inference import decode_step, prefill
+from reflux_model.inference import Segment, decode_step, extend, prefill
 from reflux_model.parameters import initial_parameters
 from reflux_model.sampling import SamplingParams
 from reflux_model.training import logprobs
@@ -115,3 +115,30 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
         prefill(PARAMS, CONFIG, torch.tensor([[2, 3]]), torch.tensor([0]))
     with pytest.raises(ValueError, match="needs slots"):
         SlotCache(CONFIG, num_slots=0, max_length=4)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    rows=st.lists(st.lists(st.integers(2, 22), min_size=1, max_size=9), min_size=1, max_size=4),
+    chunk=st.integers(1, 9),
+)
+def test_a_prefill_in_chunks_leaves_what_one_prefill_leaves(rows: list[list[int]], chunk: int) -> None:
+    cache = SlotCache(CONFIG, num_slots=6, max_length=10)
+    for start in range(0, 9, chunk):
+        segments = [
+            Segment(slot + 1, start, row[start : start + chunk]) for slot, row in enumerate(rows) if len(row) > start
+        ]
+        if segments:
+            extend(PARAMS, CONFIG, segments, cache)
+    for slot, row in enumerate(rows):
+        whole = prefill(PARAMS, CONFIG, torch.tensor([row])).kv
+        torch.testing.assert_close(cache.keys[:, slot + 1, :, : len(row)], whole.keys[:, 0], atol=1e-5, rtol=0)
+        torch.testing.assert_close(cache.values[:, slot + 1, :, : len(row)], whole.values[:, 0], atol=1e-5, rtol=0)
+    assert not cache.keys[:, 0].any(), "other slots are left alone"
+
+
+def test_a_segment_that_does_not_fit_is_refused() -> None:
+    cache = SlotCache(CONFIG, num_slots=1, max_length=4)
+    for segment in (Segment(0, 0, []), Segment(0, 2, [3, 4, 5])):
+        with pytest.raises(ValueError, match="4 positions"):
+            extend(PARAMS, CONFIG, [segment], cache)

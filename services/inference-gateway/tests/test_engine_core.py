@@ -3,51 +3,12 @@ import random
 import pytest
 import torch
 
-from reflux_inference_gateway.engine.core import CoreOptions, EngineCore, Weights
-from reflux_inference_gateway.engine.types import FinishedSample, GroupRequest, Sampling, TokenDelta, sample_seed
-from reflux_model.folder import load_folder
+from reflux_inference_gateway.engine.core import Weights
+from reflux_inference_gateway.engine.types import GroupRequest, Sampling, sample_seed
 from reflux_model.parameters import initial_parameters
 from reflux_model.training import logprobs
 
-
-class Harness:
-    """An engine core whose events are kept by request."""
-
-    def __init__(self, folder, *, max_rows=16, kv="refresh", decode=None, prefill_tokens=64, sharpen=8.0):
-        self.config, params = load_folder(folder)
-        self.params = sharpened(params, sharpen)
-        options = CoreOptions(
-            max_rows=max_rows, max_model_len=96, prefill_tokens_per_step=prefill_tokens, kv_after_swap=kv
-        )
-        self.samples: dict[str, dict[int, FinishedSample]] = {}
-        self.deltas: dict[str, list[TokenDelta]] = {}
-        self.core = EngineCore(
-            self.config, Weights(self.params, 1, 10), options, self.deliver, eos_ids=[1], decode=decode
-        )
-
-    def deliver(self, request_id, event):
-        if isinstance(event, TokenDelta):
-            self.deltas.setdefault(request_id, []).append(event)
-        else:
-            assert event.index not in self.samples.setdefault(request_id, {})
-            self.samples[request_id][event.index] = event
-
-    def run(self, *requests):
-        for request in requests:
-            self.core.submit(request)
-        while self.core.step():
-            pass
-        return [[self.samples[r.request_id][i] for i in range(r.num_samples)] for r in requests]
-
-
-def sharpened(params, factor):
-    # A random model is nearly uniform; a sharper one makes wrong keys and values visible in the log-probs.
-    return {name: value * factor if value.dim() > 1 else value for name, value in params.items()}
-
-
-def group(name, prompt, n=1, **sampling):
-    fields = {"max_tokens": 12, "seed": 7} | sampling
-    return GroupRequest(request_id=name, prompt_ids=tuple(prompt), num_samples=n, sampling=Sampling(**fields))
+from .engine_harness import Harness, check_spans, group, sharpened
 
 
 def random_groups(count, seed=0, **sampling):
@@ -160,18 +121,6 @@ def test_swap_between_steps_gives_spans_without_gaps(model_folder, kv):
         for one in requests:
             samples = [engine.samples[one.request_id][i] for i in range(one.num_samples)]
             check_spans(engine, one, samples, {1: engine.params, 2: new})
-
-
-def check_spans(engine, one, samples, params_by_version):
-    tokens = [sample.token_ids for sample in samples]
-    by_version = {
-        version: logprobs(params, engine.config, [one.prompt_ids], [tokens])
-        for version, params in params_by_version.items()
-    }
-    for index, sample in enumerate(samples):
-        for span in sample.spans:
-            expected = by_version[span.version][index][span.start : span.end]
-            assert torch.allclose(torch.tensor(sample.logprobs[span.start : span.end]), expected, atol=1e-4)
 
 
 def test_prompts_of_very_different_lengths_are_not_padded_to_the_longest(model_folder):

@@ -12,6 +12,7 @@ kept, so new weights take effect by passing another dictionary; after that, runn
 under the new weights (prompt + tokens so far as one row of `tokens_BL`) or go on with the old keys and values.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -58,6 +59,51 @@ def prefill(params: Parameters, config: ModelConfig, tokens_BL: Tensor, lengths_
     hidden = run_layers(params, config, embed(params, tokens_BL), rotary_tables(config, positions[None], dtype), causal)
     last = hidden[torch.arange(rows, device=device), lengths - 1]
     return Prefilled(project_to_vocab(params, last), PrefixKV(keys, values, lengths))
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Tokens at positions `start ..` of the sequence in `slot`; the slot holds the keys and values of all before."""
+
+    slot: int
+    start: int
+    tokens: Sequence[int]
+
+    @property
+    def end(self) -> int:
+        """Position behind the last token."""
+        return self.start + len(self.tokens)
+
+
+@torch.inference_mode()
+def extend(params: Parameters, config: ModelConfig, segments: Sequence[Segment], cache: SlotCache) -> None:
+    """Writes the keys and values of all segments' tokens into the cache.
+
+    It is a prefill that can be cut anywhere: the segments of one call are computed side by side without padding, and a
+    later call goes on where one ended. Slots are distinct. Raises ValueError when a segment is empty or does not fit.
+    """
+    if any(not segment.tokens or segment.end > cache.max_length for segment in segments):
+        raise ValueError(f"segments need tokens, and end within the {cache.max_length} positions of a slot")
+    device, dtype = cache.keys.device, cache.keys.dtype
+    tokens_1T = torch.tensor([[token for segment in segments for token in segment.tokens]], device=device)
+    spans = [torch.arange(segment.start, segment.end, device=device) for segment in segments]
+    masks = [additive_mask(torch.arange(int(at[-1]) + 1, device=device)[None, :] <= at[:, None], dtype) for at in spans]
+
+    def each_its_own(layer: int, queries: Tensor, new_keys: Tensor, new_values: Tensor) -> Tensor:
+        mixed, first = torch.empty_like(queries), 0
+        for segment, mask in zip(segments, masks, strict=True):
+            part = slice(first, first + len(segment.tokens))
+            keys, values = cache.keys[layer, segment.slot], cache.values[layer, segment.slot]
+            keys[:, segment.start : segment.end] = new_keys[0, part].transpose(0, 1)
+            values[:, segment.start : segment.end] = new_values[0, part].transpose(0, 1)
+            mixed[:, part] = attend(
+                queries[:, part], keys[None, :, : segment.end], values[None, :, : segment.end], mask
+            )
+            first = part.stop
+        return mixed
+
+    rope = rotary_tables(config, torch.cat(spans)[None], dtype)
+    run_layers(params, config, embed(params, tokens_1T), rope, each_its_own)
 
 
 @torch.inference_mode()

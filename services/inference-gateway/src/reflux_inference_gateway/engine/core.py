@@ -1,8 +1,9 @@
-"""The engine's step: swap weights, admit and prefill, decode one token for every row, hand out what finished.
+"""The engine's step: refresh a chunk of stale rows, or admit and prefill; decode one token for every fresh row.
 
 Pure computation of one thread: `loop.py` owns the thread and the hand-over to asyncio.
 """
 
+import time
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -12,7 +13,9 @@ from torch import Tensor
 
 from reflux_inference_gateway.engine.batcher import Admission, Batcher, Ticket
 from reflux_inference_gateway.engine.kinds import KvPolicy
-from reflux_inference_gateway.engine.rows import Drawn, Rows
+from reflux_inference_gateway.engine.refresh import Pace, PauseMeter, SwapFigures, fresh_rows
+from reflux_inference_gateway.engine.refresher import Refresher
+from reflux_inference_gateway.engine.rows import Drawn, RowIndex, Rows
 from reflux_inference_gateway.engine.sequences import Sequence, start_sequence
 from reflux_inference_gateway.engine.stops import Decode
 from reflux_inference_gateway.engine.types import FinishedSample, GroupRequest, TokenDelta
@@ -20,9 +23,11 @@ from reflux_model.cache import SlotCache
 from reflux_model.config import ModelConfig
 from reflux_model.inference import Prefilled, decode_step, prefill
 from reflux_model.parameters import Parameters
+from reflux_model.training import logprobs
 
 Event = FinishedSample | TokenDelta
 Deliver = Callable[[str, Event], None]
+Settled = Callable[[SwapFigures], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,9 +42,18 @@ class CoreOptions:
 
 @dataclass(frozen=True)
 class Weights:
-    """One version of the parameters; the tensors may be views on an arena and are never written while current."""
+    """One version of the parameters; the tensors may be views on an arena, which nobody writes while they are read."""
 
     params: Parameters
+    version: int
+    epoch: int
+
+
+@dataclass(frozen=True)
+class Scored:
+    """Natural log-probs (temperature 1) of a prompt's tokens after the first, and the weights that they are of."""
+
+    logprobs: list[float]
     version: int
     epoch: int
 
@@ -56,14 +70,21 @@ class EngineCore:
         *,
         eos_ids: Iterable[int] = (),
         decode: Decode | None = None,
+        settled: Settled = lambda _: None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Allocates the cache; `deliver` is called with (request id, event) in the thread that calls `step`."""
+        """Allocates the cache; `deliver` is called with (request id, event) in the thread that calls `step`.
+
+        `settled` is called there with the figures of each swap, once all rows decode again.
+        """
         self.options = options
         self.batcher = Batcher(options.max_rows, options.prefill_tokens_per_step)
         self.weights = weights
         self.prefilled_prompts = 0
         """Prompts computed so far, once per group and weight version."""
         self.generated_tokens = 0
+        self.pause = PauseMeter(settled)
+        self._clock = clock
         self._config = config
         self._deliver = deliver
         self._eos_ids = tuple(eos_ids)
@@ -71,6 +92,7 @@ class EngineCore:
         dtype = weights.params["model.embed_tokens.weight"].dtype
         self._cache = SlotCache(config, options.max_rows, options.max_model_len, dtype=dtype)
         self._rows = Rows(options.max_rows, options.max_model_len)
+        self.refresher = Refresher(config, self._cache, self._rows, Pace(options.prefill_tokens_per_step), clock)
         self._sequences: list[Sequence] = []
         self._num_watched = 0
         self._requests: dict[str, GroupRequest] = {}
@@ -98,9 +120,21 @@ class EngineCore:
             self._finish(dict.fromkeys(rows, "abort"))
         return True
 
+    def drop(self) -> None:
+        """Ends everything that runs or waits."""
+        for request_id in tuple(self._requests):
+            self.abort(request_id)
+
     @torch.inference_mode()
+    def score(self, token_ids: Seq[int]) -> Scored:
+        """Log-probs as the learner computes them; needs two tokens at least, and no row."""
+        (scores,) = logprobs(self.weights.params, self._config, [token_ids[:1]], [[token_ids[1:]]])
+        return Scored(scores.tolist(), self.weights.version, self.weights.epoch)
+
     def swap(self, weights: Weights) -> None:
-        """Makes new weights current; running sequences are prefilled again or go on with the old keys and values."""
+        """Makes new weights current, which takes no time: running sequences are stale from now on, and prefilled again
+        chunk by chunk in the next steps, or go on with the old keys and values.
+        """
         self.weights = weights
         self._open_prompts.clear()
         kept_kv = self.options.kv_after_swap == "keep"
@@ -108,7 +142,8 @@ class EngineCore:
         for sequence, count in zip(self._sequences, generated, strict=True):
             sequence.spans.swap(count, weights.version, kept_kv=kept_kv)
         if not kept_kv:
-            self._refresh()
+            self.refresher.outdate(self._sequences)
+        self.pause.swapped(self._clock())
 
     def pending_tokens(self) -> int:
         """Tokens that running and waiting samples may still cost."""
@@ -116,27 +151,38 @@ class EngineCore:
 
     @torch.inference_mode()
     def step(self) -> bool:
-        """Admits what fits and decodes one token for every row; False when there was nothing to do."""
+        """Refreshes a chunk, or admits what fits, and decodes one token for every fresh row; False when there was
+        nothing to do. Nobody is admitted while rows are stale: a prompt would make them wait longer.
+        """
         running = len(self._sequences)
-        admissions = self.batcher.admit()
+        if not running:
+            self.pause.idle(self._clock())
+        stale = self.refresher.stale(self._sequences)
+        admissions = [] if stale else self.batcher.admit()
         if not admissions and not running:
             return False
+        if stale:
+            self.pause.refreshed(self.refresher.advance(self.weights.params, self._sequences, stale))
         ended = self._admit(admissions)
-        if running:
-            ended |= self._decode_rows(running)
+        rows = fresh_rows([sequence.stale for sequence in self._sequences[:running]])
+        if rows:
+            ended |= self._decode_rows(rows, stale=len(rows) < running, whole=not stale)
         if ended:
             self._finish(ended)
         return True
 
-    def _decode_rows(self, running: int) -> dict[int, str]:
-        logits = decode_step(
-            self.weights.params,
-            self._config,
-            self._rows.last_B[:running],
-            self._cache,
-            self._rows.positions_B[:running],
-        )
-        return self._accept(self._rows.draw(logits, 0), 0, running)
+    def _decode_rows(self, rows: range | list[int], *, stale: bool, whole: bool) -> dict[int, str]:
+        index: RowIndex = slice(0, len(rows)) if isinstance(rows, range) else torch.tensor(rows)
+        last_B, positions_B = self._rows.last_B[index], self._rows.positions_B[index]
+        slots_B = None if isinstance(index, slice) else index
+        start = self._clock()
+        logits = decode_step(self.weights.params, self._config, last_B, self._cache, positions_B, slots_B)
+        drawn = self._rows.draw(logits, index)
+        end = self._clock()
+        self.pause.decoded(start, end, stale=stale)
+        if whole:
+            self.refresher.pace.decoded(end - start)
+        return self._accept(drawn, rows)
 
     def _admit(self, admissions: list[Admission]) -> dict[int, str]:
         """Prefills each group's prompt unless an earlier chunk of the group did, and seats the admitted samples."""
@@ -178,7 +224,9 @@ class EngineCore:
                 rest = Prefilled(prefilled.logits_BV[number : number + 1], prefilled.kv.row(number))
                 self._open_prompts[one.ticket.request_id] = rest
             self._start(one)
-        return self._accept(self._rows.draw(prefilled.logits_BV[sources], first_row), first_row, len(sources))
+        seated = range(first_row, first_row + len(sources))
+        drawn = self._rows.draw(prefilled.logits_BV[sources], slice(seated.start, seated.stop))
+        return self._accept(drawn, seated)
 
     def _start(self, admission: Admission) -> None:
         request = self._requests[admission.ticket.request_id]
@@ -190,14 +238,15 @@ class EngineCore:
             self._num_watched += sequence.watched
             self._sequences.append(sequence)
 
-    def _accept(self, drawn: Drawn, first_row: int, count: int) -> dict[int, str]:
+    def _accept(self, drawn: Drawn, rows: Seq[int]) -> dict[int, str]:
         """Counts a step's tokens; returns the rows that ended, with their finish reason."""
-        self.generated_tokens += count
+        self.generated_tokens += len(rows)
         ended = dict.fromkeys(drawn.by_length, "length") | dict.fromkeys(drawn.by_stop, "stop")
         if self._num_watched:
-            for offset, sequence in enumerate(self._sequences[first_row : first_row + count]):
+            for offset, row in enumerate(rows):
+                sequence = self._sequences[row]
                 if sequence.watched and self._watch(sequence, drawn, offset):
-                    ended[first_row + offset] = "stop"
+                    ended[row] = "stop"
         return ended
 
     def _watch(self, sequence: Sequence, drawn: Drawn, offset: int) -> bool:
@@ -239,21 +288,6 @@ class EngineCore:
         self._rows.move(sources, targets)
         for memory in (self._cache.keys, self._cache.values):
             memory[:, targets, :, :span] = memory[:, sources, :, :span]
-
-    def _refresh(self) -> None:
-        """Computes the keys and values of all running sequences under the current weights.
-
-        The last token of a row is left out: the next decode step feeds it and writes its key and value.
-        """
-        tokens, _ = self._rows.outputs(list(range(len(self._sequences))))
-        texts = [
-            (*sequence.request.prompt_ids, *generated[:-1])
-            for sequence, generated in zip(self._sequences, tokens, strict=True)
-        ]
-        for first, last in self._chunks(texts):
-            tokens_BL, lengths_B = _padded(texts[first:last])
-            kv = prefill(self.weights.params, self._config, tokens_BL, lengths_B).kv
-            self._cache.insert(kv, torch.arange(last - first), torch.arange(first, last))
 
 
 def _padded(rows: list[tuple[int, ...]]) -> tuple[Tensor, Tensor | None]:

@@ -4,13 +4,14 @@ import asyncio
 import itertools
 import logging
 import threading
-import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable
-from concurrent.futures import Future
+from collections.abc import AsyncGenerator, Callable, Sequence
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from dataclasses import replace
+from typing import Any, TypeVar
 
-from reflux_inference_gateway.engine.core import EngineCore, Event, Weights
+from reflux_inference_gateway.engine.core import EngineCore, Event, Scored, Weights
 from reflux_inference_gateway.engine.types import (
     EngineLoad,
     EngineStopped,
@@ -20,6 +21,7 @@ from reflux_inference_gateway.engine.types import (
 )
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 class EngineLoop:
@@ -50,8 +52,15 @@ class EngineLoop:
         self._tickets: dict[str, set[str]] = {}
         self._numbers = itertools.count()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._stopping = False
+        self._stopping = self._ended = False
         self._failure: str | None = None
+        self._unfit: str | None = None
+        self._asked: set[Future[Any]] = set()
+        self._swapped: Future[float] | None = None
+        """Whoever waits for the first decode step after a swap."""
+        self.writes = 0
+        """Grows whenever weights begin or end to be written or exchanged."""
+
         self._snapshot = self._measure()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -82,11 +91,11 @@ class EngineLoop:
         self._open_samples += request.num_samples
         left = request.num_samples
         try:
-            self._command(lambda: self._core.submit(replace(request, request_id=ticket)))
+            self._command(lambda: self._submit(replace(request, request_id=ticket)))
             while left:
                 events = await sink.get()
                 if not events:
-                    raise EngineStopped(self._failure or "the engine stops")
+                    raise EngineStopped(self._reason())
                 left -= sum(isinstance(event, FinishedSample) for event in events)
                 yield events
         finally:
@@ -102,25 +111,20 @@ class EngineLoop:
         self._command(lambda: [self._core.abort(ticket) for ticket in tickets])
         return bool(tickets)
 
-    def swap(self, weights: Weights) -> "Future[float]":
-        """Makes new weights current between two steps.
+    def swap(self, weights: Weights, fill: Callable[[], None] | None = None) -> "Future[float]":
+        """Makes new weights current between two steps; `fill` writes them first, while nothing is read.
 
-        The future ends when the old ones are no longer read, with the milliseconds that decoding stood still.
+        The future ends with the next decode step, or at once when no sequence runs: the old weights are no longer
+        read. Its result is the visible pause, the milliseconds between the decode steps before and after.
+
+        When `fill` raises, the weights are a mixture: all requests end with EngineStopped, further ones are refused
+        until another swap works, `unfit` says why, and the future raises what `fill` raised.
         """
-        done: Future[float] = Future()
+        return self._ask(lambda done: self._exchange(weights, fill, done))
 
-        def run() -> None:
-            start = time.monotonic()
-            try:
-                self._core.swap(weights)
-            except Exception as error:
-                # Whoever waits must learn it; the thread itself cannot go on with half a swap.
-                done.set_exception(error)
-                raise
-            done.set_result((time.monotonic() - start) * 1000.0)
-
-        self._command(run)
-        return done
+    def score(self, token_ids: Sequence[int]) -> "Future[Scored]":
+        """Scores a prompt under the current weights between two decode steps. Fails with EngineStopped."""
+        return self._ask(lambda done: self._score(token_ids, done))
 
     def load(self) -> EngineLoad:
         """Counts and version after the last step; samples that the thread has not seen yet count as waiting."""
@@ -133,11 +137,77 @@ class EngineLoop:
         """Why the thread ended; None while it runs."""
         return self._failure
 
+    @property
+    def unfit(self) -> str | None:
+        """Why nothing may be generated at the moment; None when all is well."""
+        return self._unfit
+
+    @property
+    def weights(self) -> Weights:
+        """What is served now."""
+        return self._core.weights
+
     def _admit(self, request: GroupRequest) -> None:
-        if self._failure is not None or self._stopping:
-            raise EngineStopped(self._failure or "the engine stops")
+        if self._failure is not None or self._stopping or self._unfit is not None:
+            raise EngineStopped(self._reason())
         if self._open_samples and self._open_samples + request.num_samples > self._max_open_samples:
             raise QueueFull(f"{self._open_samples} samples run or wait; the limit is {self._max_open_samples}")
+
+    def _reason(self) -> str:
+        return self._failure or self._unfit or "the engine stops"
+
+    def _submit(self, request: GroupRequest) -> None:
+        if self._unfit is None:
+            self._core.submit(request)
+        else:  # accepted just before the weights were spoilt
+            self._post(self._wake_everyone)
+
+    def _ask(self, run: Callable[["Future[T]"], None]) -> "Future[T]":
+        """Has the thread answer a question; its end answers those that are left."""
+        done: Future[T] = Future()
+        self._asked.add(done)
+        done.add_done_callback(self._asked.discard)
+        self._command(lambda: done.set_running_or_notify_cancel() and run(done))
+        if self._ended:
+            self._refuse()
+        return done
+
+    def _refuse(self) -> None:
+        for done in list(self._asked):
+            with suppress(InvalidStateError):  # the thread and the loop may both find it open
+                done.set_exception(EngineStopped(self._reason()))
+
+    def _exchange(self, weights: Weights, fill: Callable[[], None] | None, done: "Future[float]") -> None:
+        self._settle()
+        self.writes += 1
+        if fill is not None:
+            try:
+                fill()
+            except Exception as error:  # task boundary: whoever asked for the swap decides what follows
+                self._spoil(f"the weights are a mixture of versions, new ones did not arrive: {error}")
+                done.set_exception(error)
+                return
+        self._unfit, self._swapped = None, done
+        self._core.swap(weights)
+        self.writes += 1
+
+    def _spoil(self, reason: str) -> None:
+        """Ends all requests without their samples: who asked may ask another replica."""
+        self._unfit = reason
+        self._core.drop()
+        self._batch.clear()
+        self._post(self._wake_everyone)
+
+    def _settle(self) -> None:
+        if self._swapped is not None:
+            self._swapped.set_result(self._core.pause.longest_seconds * 1000.0)
+            self._swapped = None
+
+    def _score(self, token_ids: Sequence[int], done: "Future[Scored]") -> None:
+        if self._unfit is not None:
+            done.set_exception(EngineStopped(self._unfit))
+        else:
+            done.set_result(self._core.score(token_ids))
 
     def _forget(self, request_id: str, ticket: str) -> None:
         self._tickets[request_id].discard(ticket)
@@ -174,6 +244,8 @@ class EngineLoop:
             self._failure = f"{type(error).__name__}: {error}"
             self._post(lambda: self._on_failure(self._failure or ""))
         self._failure = self._failure or "the engine stops"
+        self._ended = True
+        self._refuse()
         self._post(self._wake_everyone)
 
     def _turn(self) -> bool:
@@ -182,6 +254,8 @@ class EngineLoop:
         while self._commands:
             self._commands.popleft()()
         busy = self._core.step() or busy
+        if self._core.pause.resumed:
+            self._settle()
         if busy:
             self._snapshot = self._measure()
         if self._batch:

@@ -35,8 +35,15 @@ async def build(settings: EngineSettings) -> AsyncIterator[Service]:
     model_id = settings.model_id or settings.run or model.folder.resolve().name
 
     def new_core(deliver: Callable[[str, Event], None]) -> EngineCore:
-        decode = model.tokenizer.decode
-        return EngineCore(model.config, model.weights, options, deliver, eos_ids=model.eos_ids, decode=decode)
+        return EngineCore(
+            model.config,
+            model.weights,
+            options,
+            deliver,
+            eos_ids=model.eos_ids,
+            decode=model.tokenizer.decode,
+            settled=metrics.swapped,
+        )
 
     fatal = Fatal()
     open_samples = options.max_rows + settings.max_waiting_samples

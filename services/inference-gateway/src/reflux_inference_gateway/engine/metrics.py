@@ -1,8 +1,11 @@
 """The engine's Prometheus metrics; names start with reflux_engine_."""
 
-from prometheus_client import Gauge
+from prometheus_client import Gauge, Histogram
 
 from reflux_inference_gateway.engine.loop import EngineLoop
+from reflux_inference_gateway.engine.refresh import SwapFigures
+
+_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 
 RUNNING = Gauge("reflux_engine_running_sequences", "Sequences in the decode batch")
 WAITING = Gauge("reflux_engine_waiting_sequences", "Sequences without a row")
@@ -10,6 +13,24 @@ PENDING_TOKENS = Gauge("reflux_engine_pending_tokens", "Tokens that running and 
 VERSION = Gauge("reflux_engine_weight_version", "Weight version of new sequences")
 GENERATED_TOKENS = Gauge("reflux_engine_generated_tokens_total", "Tokens drawn since the start")
 PREFILLED_PROMPTS = Gauge("reflux_engine_prefilled_prompts_total", "Prompts computed since the start")
+SWAP_PAUSE = Histogram(
+    "reflux_engine_swap_pause_seconds", "Longest gap between two decode steps around a swap", buckets=_SECONDS
+)
+REFRESH = Histogram(
+    "reflux_engine_refresh_seconds", "From a swap until every running sequence decodes under it", buckets=_SECONDS
+)
+REFRESHED_TOKENS = Histogram(
+    "reflux_engine_refreshed_tokens",
+    "Tokens whose keys and values were computed again after a swap",
+    buckets=(0, 100, 1000, 10_000, 100_000, 1_000_000),
+)
+
+
+def swapped(figures: SwapFigures) -> None:
+    """Counts a swap; called in the engine's thread."""
+    SWAP_PAUSE.observe(figures.pause_seconds)
+    REFRESH.observe(figures.refresh_seconds)
+    REFRESHED_TOKENS.observe(figures.refreshed_tokens)
 
 
 def observe(engine: EngineLoop) -> None:

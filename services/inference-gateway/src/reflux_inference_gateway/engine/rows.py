@@ -9,6 +9,9 @@ from torch import Tensor
 from reflux_inference_gateway.engine.types import Sampling, sample_seed
 from reflux_model.sampling import Sampled, SamplingParams, sample, seeds_tensor, top_logprobs
 
+RowIndex = slice | Tensor
+"""Neighbouring rows, or any distinct ones (int64)."""
+
 _NO_TOKEN = -1
 
 
@@ -74,10 +77,8 @@ class Rows:
         if stop_ids:
             self._stops_BS[rows, : len(stop_ids)] = torch.tensor(stop_ids, dtype=torch.int64)
 
-    def draw(self, logits_BV: Tensor, first_row: int) -> Drawn:
-        """Samples the next token of rows `first_row ..`, stores it, and says which of these rows (absolute) ended."""
-        count = logits_BV.shape[0]
-        rows = slice(first_row, first_row + count)
+    def draw(self, logits_BV: Tensor, rows: RowIndex) -> Drawn:
+        """Samples the next token of rows, stores it, and says which of them (absolute) ended."""
         self.positions_B[rows] += 1
         params = SamplingParams(
             self._temperature_B[rows], self._top_k_B[rows], self._top_p_B[rows], self._seeds_B[rows]
@@ -89,8 +90,8 @@ class Rows:
         self.logprobs_BT[index, generated] = drawn.logprobs_B
         self.generated_B[rows] += 1
         stopped = (drawn.tokens_B[:, None] == self._stops_BS[rows]).any(1)
-        by_stop = (stopped.nonzero()[:, 0] + first_row).tolist()
-        by_length = ((generated >= self.limits_B[rows]).nonzero()[:, 0] + first_row).tolist()
+        by_stop = index[stopped].tolist()
+        by_length = index[self.generated_B[rows] >= self.limits_B[rows]].tolist()
         top = int(self._top_count_B[rows].max())
         if not top:
             return Drawn(drawn, by_stop, by_length)

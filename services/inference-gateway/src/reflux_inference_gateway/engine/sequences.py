@@ -42,6 +42,20 @@ class Sequence:
     spans: SpanLog
     cursor: TextCursor | None = None
     top_logprobs: list[dict[int, float]] = field(default_factory=list)
+    refreshed: int | None = None
+    """Positions whose keys and values are the current weights', while not all are; None when all are."""
+    stale_since: int = 0
+    """Number of the swap that made it stale."""
+
+    @property
+    def stale(self) -> bool:
+        """True while it must not decode."""
+        return self.refreshed is not None
+
+    def outdate(self, swap_number: int) -> None:
+        """No key or value is the current weights' any more."""
+        self.stale_since = self.stale_since if self.stale else swap_number
+        self.refreshed = 0
 
     @property
     def watched(self) -> bool:
