@@ -37,7 +37,14 @@ def _lines(layout: SpecLayout) -> Iterator[str]:
 
 
 def parse(data: bytes) -> SpecLayout:
-    """The layout whose canonical bytes these are; `ValueError` for anything else."""
+    """The layout whose canonical bytes these are; `ValueError` for anything else, `LayoutRefused` among them."""
+    try:
+        return _parse(data)
+    except (TypeError, IndexError, KeyError, AttributeError) as error:
+        raise ValueError(f"these bytes are no layout: {error}") from error
+
+
+def _parse(data: bytes) -> SpecLayout:
     head, places, placements, *tensors = [json.loads(line) for line in data.split(b"\n")]
     if head[0] != FORMAT:
         raise ValueError(f"a layout starts with {FORMAT}, not {head[0]!r}")

@@ -179,6 +179,15 @@ CHANGES = {
 }  # fmt: skip
 
 
+GARBAGE = (b"", b"{}", b"1\n2\n3", b"[]\n[]\n[]", canonical(BASE)[:-9], canonical(BASE) + b"\n[1]", b"\xff\n\n\n")
+
+
+@pytest.mark.parametrize("data", GARBAGE)
+def test_bytes_that_are_no_layout_are_a_value_error(data: bytes) -> None:
+    with pytest.raises(ValueError):
+        parse(data)
+
+
 def test_every_field_changes_the_hash() -> None:
     hashes = {layout_hash(dataclasses.replace(BASE, **change)) for change in CHANGES.values()}
     assert len(hashes | {layout_hash(BASE)}) == len(CHANGES) + 1
