@@ -8,7 +8,6 @@ from functools import partial
 
 from reflux_transfer.arenas.geometry import Geometry, Packing
 from reflux_transfer.arenas.header import OwnedHeader, State
-from reflux_transfer.arenas.memory import allocate
 from reflux_transfer.arenas.staging import Staging
 from reflux_transfer.backends.base import TransferBackend
 from reflux_transfer.errors import ArenasBusy
@@ -53,7 +52,7 @@ class PublisherArenas:
         self.layout, self.slice_bytes, self.transport = layout, slice_bytes, backend.name
         self._geometry = Geometry(layout, slice_bytes, tuple(packings), int(delta_share * layout.region_bytes))
         self._backend = backend
-        regions = [allocate(backend, self._geometry.region_bytes) for _ in range(2)]
+        regions = [backend.allocate(self._geometry.region_bytes) for _ in range(2)]
         self._arenas = [_Arena(region, OwnedHeader(region.view, self._geometry)) for region in regions]
         self._generation = 0
         self._changed = threading.Condition()

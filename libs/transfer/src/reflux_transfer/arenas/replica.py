@@ -9,7 +9,6 @@ from typing import Literal
 from reflux_transfer import fingerprint
 from reflux_transfer.arenas.geometry import Geometry
 from reflux_transfer.arenas.header import OwnedHeader, State
-from reflux_transfer.arenas.memory import allocate
 from reflux_transfer.backends.base import TransferBackend
 from reflux_transfer.handles import ANYWHERE, Scope
 from reflux_transfer.layout import SLICE_BYTES, Layout
@@ -47,7 +46,7 @@ class ReplicaArenas:
         self._changed = threading.Condition()
         self._buffers: list[_Buffer] = []
         for _ in range(buffers):
-            region = allocate(backend, self._geometry.region_bytes)
+            region = backend.allocate(self._geometry.region_bytes)
             tensors = region.view[self._geometry.tensors_offset :]
             self._buffers.append(_Buffer(region, OwnedHeader(region.view, self._geometry), tensors))
 
