@@ -7,7 +7,7 @@ import numpy as np
 
 from reflux_weightplan.classes import Joined
 from reflux_weightplan.demand import Accumulator, Demand
-from reflux_weightplan.links import LinkModel, Ports
+from reflux_weightplan.links import SAME_DOMAIN, LinkModel, Ports, tiers
 from reflux_weightplan.mesh import Place
 from reflux_weightplan.peers import Division, Peers, divide, exchange
 from reflux_weightplan.schedule import Schedule, schedule
@@ -81,12 +81,16 @@ def plan_relay(
             nbytes[sources:], messages[sources:] = passed.nbytes, passed.messages
         total += nbytes
         stages.append(schedule(nbytes, messages, places, network.target_places, network.link))
-    bound = port_bound_of(total[:sources], total, network)
+    local = tiers(places, network.target_places) <= SAME_DOMAIN
+    ported = np.where(local, 0, total)
+    local_seconds = np.where(local, total, 0).sum(axis=0) / network.link.local_bytes_per_second
+    bound = max(port_bound_of(ported[:sources], ported, network), float(local_seconds.max()))
     return RelayPlan(peers, division, choice, tuple(stages), bound)
 
 
 def port_bound_of(sent: np.ndarray, received: np.ndarray, network: Network) -> float:
-    """Seconds of the busiest port of the sources for `sent`, or of the targets for `received`."""
+    """Seconds of the busiest port of the sources for `sent`, or of the targets for `received`; pairs that use no port
+    are not to be counted in."""
     out = np.bincount(network.sources.port_R, weights=sent.sum(axis=1)) / network.sources.rates
     into = np.bincount(network.targets.port_R, weights=received.sum(axis=0)) / network.targets.rates
     return float(max(out.max(), into.max()))

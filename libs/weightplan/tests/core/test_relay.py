@@ -1,12 +1,14 @@
 """Relaying: trainers send each byte once, peers pass it on; exactly and in less time."""
 
+from dataclasses import replace
+
 import numpy as np
 from plan_worlds import deepseek_like, explicit_of, fill, regions
 
 from reflux_weightplan.apply import apply
 from reflux_weightplan.expand import Expander
 from reflux_weightplan.explain import explain
-from reflux_weightplan.mesh import Cut, Mesh, Placement
+from reflux_weightplan.mesh import Cut, Mesh, Place, Placement
 from reflux_weightplan.plan import PlanOptions, plan
 from reflux_weightplan.spec import SpecLayout, TensorSpec
 
@@ -64,6 +66,15 @@ def test_contents_with_more_and_fewer_peers_arrive_too() -> None:
     out = [np.zeros_like(region) for region in wanted]
     apply(made, regions(explicit_of(source), tensors), out)
     assert all((left == right).all() for left, right in zip(out, wanted, strict=True))
+
+
+def test_bytes_that_stay_in_a_domain_load_no_port_of_the_bound() -> None:
+    source, target = pair(4)
+    near = tuple(Place(f"host-{rank}", domain="rack") for rank in range(8))
+    made = plan(source, replace(target, places=near), PlanOptions(relay="relay"))
+    apart = plan(source, target, PlanOptions(relay="relay"))
+    assert 0 < made.efficiency <= 1
+    assert made.lower_bound_seconds < apart.lower_bound_seconds
 
 
 def test_the_faster_route_is_taken() -> None:
