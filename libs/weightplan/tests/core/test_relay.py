@@ -69,7 +69,7 @@ def test_contents_with_more_and_fewer_peers_arrive_too() -> None:
 
 
 def test_bytes_that_stay_in_a_domain_load_no_port_of_the_bound() -> None:
-    source, target = pair(4)
+    source, target = pair(4, shards=8)
     near = tuple(Place(f"host-{rank}", domain="rack") for rank in range(8))
     made = plan(source, replace(target, places=near), PlanOptions(relay="relay"))
     apart = plan(source, target, PlanOptions(relay="relay"))
