@@ -6,6 +6,7 @@ import pytest
 from weights import LAYOUT, SLICE, assert_holds, tensors
 
 from reflux_transfer import fingerprint
+from reflux_transfer.arenas.hashing import Hasher
 from reflux_transfer.arenas.header import Header
 from reflux_transfer.arenas.publisher import PublisherArenas
 from reflux_transfer.arenas.replica import ReplicaArenas
@@ -179,3 +180,17 @@ def test_closed_arenas_tell_their_readers(arenas: PublisherArenas, backend: ShmB
     with pytest.raises((GenerationGone, ConnectionError)):
         follow(backend, [RemoteSource(remote, 1)], replica.shadow_region(backend), whole(LAYOUT), deadline_seconds=9)
     replica.close()
+
+
+def test_what_fails_in_the_hashing_thread_is_raised_where_the_staging_is() -> None:
+    seen = []
+
+    def done(index: int, checksum: int) -> None:
+        seen.append(index)
+        if index == 1:
+            raise MemoryError("no room for a checksum")
+
+    with pytest.raises(MemoryError, match="no room"), Hasher(done) as hasher:
+        for index in range(4):
+            hasher.put(index, memoryview(b"abc"))
+    assert seen == [0, 1]
