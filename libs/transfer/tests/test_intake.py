@@ -1,78 +1,92 @@
 """One buffer that versions are pulled into, and offers as JSON."""
 
+import time
+from collections.abc import Iterator
+
 import numpy as np
 import pytest
-import xxhash
 
+from reflux_transfer import fingerprint
+from reflux_transfer.arenas.publisher import PublisherArenas
 from reflux_transfer.backends.shm import ShmBackend
-from reflux_transfer.errors import ChecksumMismatch, LayoutError, ReadCancelled
+from reflux_transfer.client.layouts import single_rank
+from reflux_transfer.client.offer import Offer, Route, SourceRegion
+from reflux_transfer.errors import LayoutError, ReadCancelled
 from reflux_transfer.intake import Intake
 from reflux_transfer.layout import Layout
-from reflux_transfer.offers import Offer, layout_from_json, layout_to_json, offer_from_json, offer_to_json
-from reflux_transfer.pull import Slice
+from reflux_transfer.offers import OfferReader, offer_to_json
+from reflux_weightplan.mesh import Cut, Mesh, Placement
+from reflux_weightplan.spec import SpecLayout, TensorSpec
 
 LAYOUT = Layout.from_shapes({"a": ([5, 7], "float32"), "b": ([3], "bfloat16")})
+SPEC = single_rank(LAYOUT)
+TURNED = single_rank(Layout.from_shapes({"b": ([3], "bfloat16"), "a": ([5, 7], "float32")}))
+
+
+class Owner:
+    """Publishes random weights from memory of this process."""
+
+    def __init__(self) -> None:
+        self.backend = ShmBackend()
+        self.arenas = PublisherArenas(self.backend, LAYOUT)
+
+    def offer(self, epoch: int, target: SpecLayout = SPEC) -> tuple[Offer, dict[str, bytes]]:
+        rng = np.random.default_rng(epoch)
+        tensors = {"a": rng.standard_normal((5, 7), np.float32), "b": rng.integers(0, 99, 3, np.uint16)}
+        staging = self.arenas.begin(0.0)
+        staging.write(tensors)
+        region = SourceRegion(0, staging.offer(), "shm", staging.generation)
+        offer = Offer(epoch, epoch, "full", (region,), Route(SPEC, target, 0), time.monotonic() + 20, 20.0)
+        return offer, {name: tensor.tobytes() for name, tensor in tensors.items()}
 
 
 @pytest.fixture
-def owner():
-    backend = ShmBackend()
-    yield backend
-    backend.close()
+def owner() -> Iterator[Owner]:
+    owner = Owner()
+    yield owner
+    owner.backend.close()
 
 
-def offered(owner: ShmBackend, seed: int, epoch: int) -> tuple[Offer, dict[str, bytes]]:
-    rng, region = np.random.default_rng(seed), owner.allocate(LAYOUT.region_bytes)
-    tensors = {slot.name: rng.bytes(slot.nbytes) for slot in LAYOUT.slots}
-    for slot in LAYOUT.slots:
-        region.view[slot.offset : slot.end] = tensors[slot.name]
-    slices = tuple(
-        Slice(slot.name, slot.offset, slot.offset, slot.nbytes, xxhash.xxh3_64_intdigest(tensors[slot.name]))
-        for slot in LAYOUT.slots
-    )
-    return Offer(epoch, epoch, "shm", owner.describe(region), slices), tensors
+def held(intake: Intake) -> dict[str, bytes]:
+    return {slot.name: bytes(intake.view[slot.offset : slot.end]) for slot in intake.layout.slots}
 
 
-def test_each_version_overwrites_the_last_and_has_the_fingerprint_of_its_bytes(owner) -> None:
-    intake = Intake(LAYOUT)
+@pytest.mark.parametrize("target", [SPEC, TURNED], ids=["same layout", "another order"])
+def test_each_version_overwrites_the_last_and_has_the_publishers_fingerprint(owner, target) -> None:
+    intake, reader = Intake(target), OfferReader(target)
     for epoch in (1, 2):
-        offer, tensors = offered(owner, epoch, epoch)
-        report, fingerprint = intake.pull(offer_from_json(offer_to_json(offer)))
-        assert report.bytes == LAYOUT.parameter_bytes
-        assert {s.name: bytes(intake.view[s.offset : s.end]) for s in LAYOUT.slots} == tensors
-        assert fingerprint == xxhash.xxh3_64_intdigest(b"".join(tensors.values()))
+        offer, tensors = owner.offer(epoch, target)
+        report = intake.pull(reader.read(offer_to_json(offer)))
+        assert held(intake) == tensors
+        assert report.bytes >= LAYOUT.parameter_bytes
+        assert report.fingerprint == owner.arenas.fingerprint(offer.regions[0].generation)
+    if target is SPEC:
+        assert report.fingerprint == fingerprint.of(intake.view, intake.layout)
     intake.close()
 
 
-def test_memory_of_the_caller_is_filled_in_place(owner) -> None:
-    memory = bytearray(LAYOUT.region_bytes)
-    intake = Intake(LAYOUT, memory)
-    offer, tensors = offered(owner, 1, 1)
-    intake.pull(offer)
-    intake.close()
-    assert memory[: len(tensors["a"])] == tensors["a"]
+def test_a_layout_that_cuts_tensors_is_refused() -> None:
+    rows = Placement((Cut(0, "tensor", "even"),))
+    cut = SpecLayout(Mesh((("tensor", 2),)), (TensorSpec("a", (6, 7), "float32", rows),))
+    with pytest.raises(LayoutError):
+        Intake(cut)
 
 
-def test_changed_bytes_and_cancelled_pulls_are_errors(owner) -> None:
-    intake = Intake(LAYOUT)
-    offer, _ = offered(owner, 1, 1)
+def test_a_cancelled_pull_is_an_error(owner) -> None:
+    intake = Intake(SPEC)
     with pytest.raises(ReadCancelled):
-        intake.pull(offer, lambda: True)
-    wrong = Slice("a", 0, 0, LAYOUT.slots[0].nbytes, offer.slices[0].checksum ^ 1)
-    with pytest.raises(ChecksumMismatch):
-        intake.pull(Offer(1, 1, "shm", offer.handle, (wrong,)))
+        intake.pull(owner.offer(1)[0], lambda: True)
     intake.close()
 
 
-def test_layouts_survive_json_and_broken_ones_are_refused() -> None:
-    rows = layout_to_json(LAYOUT)
-    assert layout_from_json(rows) == LAYOUT
-    rows[1][3] = 0
-    with pytest.raises(LayoutError, match="overlap"):
-        layout_from_json(rows)
+def test_a_deadline_travels_as_what_is_left_of_it(owner) -> None:
+    offer, _ = owner.offer(1)
+    late = Offer(1, 1, "full", offer.regions, offer.route, time.monotonic() - 5.0, 20.0)
+    assert OfferReader(SPEC).read(offer_to_json(late)).seconds == 0.0
+    assert 0 < OfferReader(SPEC).read(offer_to_json(offer)).seconds <= 20.0
 
 
-@pytest.mark.parametrize("text", ["[]", "{}", "nothing", '{"version":1}'])
+@pytest.mark.parametrize("text", ["[]", "{}", "nothing", '{"version":1,"regions":[[0]]}'])
 def test_what_is_no_offer_is_refused(text: str) -> None:
     with pytest.raises((ValueError, KeyError, TypeError)):
-        offer_from_json(text)
+        OfferReader(SPEC).read(text)

@@ -6,45 +6,49 @@ where a replica that serves from its arenas needs two.
 
 import mmap
 from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
 
 from reflux_transfer.backends.base import TransferBackend
+from reflux_transfer.client.offer import Offer, layout_of_rank
+from reflux_transfer.client.puller import Puller
 from reflux_transfer.layout import Layout
-from reflux_transfer.offers import Offer
-from reflux_transfer.pull import PullReport, fingerprint, pull
+from reflux_transfer.pulling.report import PullReport
 from reflux_transfer.regions import LocalRegion
-from reflux_transfer.registry import open_backend
-
-_PULL_SECONDS = 3600.0
+from reflux_weightplan.spec import SpecLayout
 
 
 class Intake:
     """Owns the buffer and the backends that read into it. One pull at a time, by any thread."""
 
-    def __init__(self, layout: Layout, buffer: Any = None) -> None:
-        """`buffer` is writable memory of at least `layout.region_bytes`; without one, private memory is reserved."""
-        self.layout = layout
-        self.view = memoryview(mmap.mmap(-1, layout.region_bytes) if buffer is None else buffer)
-        self._backends: dict[str, tuple[TransferBackend, LocalRegion]] = {}
+    def __init__(self, layout: SpecLayout) -> None:
+        """Engines load whole tensors by name and cut them themselves, so the layout has one rank.
 
-    def pull(self, offer: Offer, cancelled: Callable[[], bool] = lambda: False) -> tuple[PullReport, int]:
-        """Reads and verifies all slices; returns what it took and the fingerprint of the layout's bytes.
-
-        Blocks, so call it in a thread. Raises what `pull.pull` and `open_backend` raise; the buffer holds unknown bytes
-        then.
+        Raises `LayoutError` for a layout that cuts tensors.
         """
-        if offer.transport not in self._backends:
-            backend = open_backend(offer.transport)
-            self._backends[offer.transport] = backend, backend.register(self.view)
-        backend, local = self._backends[offer.transport]
-        remote = backend.open(offer.handle)
-        try:
-            report = pull(backend, remote, local, offer.slices, deadline_seconds=_PULL_SECONDS, cancelled=cancelled)
-        finally:
-            backend.release(remote)
-        return report, fingerprint(self.view, self.layout)
+        shapes = {tensor.name: tensor.shape for tensor in layout.tensors}
+        flat = layout_of_rank(layout, 0)
+        self.layout = Layout(tuple(replace(slot, shape=shapes[slot.name]) for slot in flat.slots))
+        self.view = memoryview(mmap.mmap(-1, self.layout.region_bytes))
+        self._puller = Puller()
+        self._regions: dict[TransferBackend, LocalRegion] = {}
+        self._fingerprint = 0
+        """Of what the buffer holds, 0 while that is unknown: the base that deltas stand on."""
+
+    def pull(self, offer: Offer, cancelled: Callable[[], bool] = lambda: False) -> PullReport:
+        """Follows, reads and verifies an offer. Blocks, so call it in a thread.
+
+        Raises what `Puller.pull` raises; the buffer holds unknown bytes then.
+        """
+        backend = self._puller.backend(offer)
+        if backend not in self._regions:
+            self._regions[backend] = backend.register(self.view)
+        base = self.layout, self.view, self._fingerprint
+        self._fingerprint = 0
+        report = self._puller.pull(offer, self._regions[backend], cancelled, base)
+        self._fingerprint = report.fingerprint
+        return report
 
     def close(self) -> None:
         """Ends the use of all transports (idempotent)."""
-        while self._backends:
-            self._backends.popitem()[1][0].close()
+        self._regions.clear()
+        self._puller.close()

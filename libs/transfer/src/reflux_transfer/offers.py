@@ -1,46 +1,56 @@
-"""Offers of a version, and their JSON form: the routes of foreign engines carry nothing else to their workers."""
+"""Offers as JSON: the routes of foreign engines carry nothing else to their workers. Free of gRPC and protos."""
 
 import base64
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+import time
 
-from reflux_transfer.layout import Layout, TensorSlot
-from reflux_transfer.pull import Slice
-
-
-@dataclass(frozen=True)
-class Offer:
-    """A version that can be pulled: the publisher's region by its handle, and which of its ranges go where."""
-
-    version: int
-    epoch: int
-    transport: str
-    handle: bytes
-    slices: tuple[Slice, ...]
-
-
-def layout_to_json(layout: Layout) -> list[list[Any]]:
-    """One [name, shape, dtype, offset, nbytes] per tensor."""
-    return [[slot.name, list(slot.shape), slot.dtype, slot.offset, slot.nbytes] for slot in layout.slots]
-
-
-def layout_from_json(rows: Sequence[Sequence[Any]]) -> Layout:
-    """The inverse. Raises `LayoutError` or `ValueError` for anything else."""
-    return Layout(tuple(TensorSlot(name, tuple(shape), dtype, at, size) for name, shape, dtype, at, size in rows))
+from reflux_transfer.client.offer import Offer, Route, SourceRegion
+from reflux_weightplan.spec import SpecLayout
+from reflux_weightplan.wire import canonical, parse
 
 
 def offer_to_json(offer: Offer) -> str:
-    """One line of text, about 80 bytes per slice."""
-    slices = [[part.name, part.remote_offset, part.local_offset, part.length, part.checksum] for part in offer.slices]
-    fields = {"version": offer.version, "epoch": offer.epoch, "transport": offer.transport, "slices": slices}
-    return json.dumps({**fields, "handle": base64.b64encode(offer.handle).decode()}, separators=(",", ":"))
+    """One line of text. The source's layout goes along unless it is the reader's own; a deadline as what is left."""
+    regions = [
+        [region.rank, base64.b64encode(region.handle).decode(), region.transport, region.generation]
+        for region in offer.regions
+    ]
+    fields = {
+        "version": offer.version,
+        "epoch": offer.epoch,
+        "kind": offer.kind,
+        "base_epoch": offer.base_epoch,
+        "seconds": max(0.0, offer.deadline - time.monotonic()),
+        "regions": regions,
+        "source": "" if offer.route.same else canonical(offer.route.source).decode(),
+    }
+    return json.dumps(fields, separators=(",", ":"))
 
 
-def offer_from_json(text: str) -> Offer:
-    """The inverse. Raises `ValueError`, `KeyError` or `TypeError` for anything else."""
-    fields = json.loads(text)
-    slices = tuple(Slice(*part) for part in fields["slices"])
-    handle = base64.b64decode(fields["handle"], validate=True)
-    return Offer(int(fields["version"]), int(fields["epoch"]), fields["transport"], handle, slices)
+class OfferReader:
+    """The inverse, for readers of a layout of one rank; keeps the route that was made last."""
+
+    def __init__(self, layout: SpecLayout) -> None:
+        self.layout = layout
+        self._source: str | None = None
+        self._route: Route | None = None
+
+    def read(self, text: str) -> Offer:
+        """Raises `ValueError`, `KeyError` or `TypeError` for what is no offer, `PlanRefused` for a source that does
+        not fit.
+        """
+        fields = json.loads(text)
+        regions = tuple(
+            SourceRegion(int(rank), base64.b64decode(handle, validate=True), str(transport), int(generation))
+            for rank, handle, transport, generation in fields["regions"]
+        )
+        seconds = float(fields["seconds"])
+        deadline, route = time.monotonic() + seconds, self._routed(fields["source"])
+        version, epoch, kind = int(fields["version"]), int(fields["epoch"]), fields["kind"]
+        return Offer(version, epoch, kind, regions, route, deadline, seconds, int(fields["base_epoch"]))
+
+    def _routed(self, source: str) -> Route:
+        if self._route is None or source != self._source:
+            layout = parse(source.encode()) if source else self.layout
+            self._route, self._source = Route(layout, self.layout, 0), source
+        return self._route
