@@ -21,7 +21,10 @@ NEEDS_TORCH = {
     "reflux_trainer": "reflux_trainer.learner",
     "reflux_inference_gateway": "reflux_inference_gateway.engine",
 }
-NEEDS_EXTRA = {"ray": "reflux_scheduler.backends.ray.driver."}
+NEEDS_EXTRA = {
+    "ray": "reflux_scheduler.backends.ray.driver.",
+    "reflux-transfer": "reflux_inference_gateway.foreign.",
+}
 """Distributions of extras that an image may lack, and the modules that import them."""
 
 SYSTEM_PYTHON = "rietveld"

@@ -5,12 +5,15 @@ import re
 import signal
 import socket
 import uuid
+from typing import TYPE_CHECKING
 
 from reflux.inference_gateway.v1.replica_pb2 import Replica as ReplicaMessage
-from reflux_inference_gateway.engine.core import CoreOptions
-from reflux_inference_gateway.engine.loop import EngineLoop
 from reflux_inference_gateway.engine.settings import EngineSettings
 from reflux_kit.server import Bound
+
+if TYPE_CHECKING:  # The adapter of foreign engines takes `Fatal` from here, and it runs without torch.
+    from reflux_inference_gateway.engine.core import CoreOptions
+    from reflux_inference_gateway.engine.loop import EngineLoop
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +36,7 @@ class Fatal:
 class Description:
     """Owns what the replica says about itself; complete once the addresses are bound."""
 
-    def __init__(self, settings: EngineSettings, model_id: str, options: CoreOptions, engine: EngineLoop) -> None:
+    def __init__(self, settings: EngineSettings, model_id: str, options: "CoreOptions", engine: "EngineLoop") -> None:
         owner = re.sub(r"[^A-Za-z0-9._-]", "-", settings.run or "engine")[:80]
         self._fixed = ReplicaMessage(
             name=f"replicas/{owner}-{settings.rank}-{uuid.uuid4().hex[:8]}",
@@ -42,8 +45,12 @@ class Description:
             capacity=options.max_rows,
             node=settings.node,
             run=settings.run,
+            engine="torch",
         )
         self._engine = engine
+        self.fault = ""
+        """What others found wrong with this replica's answers; empty when nothing is."""
+
         self._host = settings.advertise_host
 
     @property
@@ -68,5 +75,8 @@ class Description:
         message = ReplicaMessage()
         message.CopyFrom(self._fixed)
         message.version, message.epoch = load.version, load.epoch
+        fault = self._engine.unfit or self.fault
+        message.health = ReplicaMessage.HEALTH_UNHEALTHY if fault else ReplicaMessage.HEALTH_OK
+        message.health_reason = fault
         message.sequences, message.pending_tokens = load.running + load.waiting, load.pending_tokens
         return message

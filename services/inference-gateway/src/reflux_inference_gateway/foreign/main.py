@@ -1,0 +1,79 @@
+"""Entry point of `reflux-engine-adapter`: a running vLLM or SGLang in, one replica out."""
+
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from reflux_inference_gateway.engine.registration import GatewayLink
+from reflux_inference_gateway.engine.replica import Fatal
+from reflux_inference_gateway.foreign.base import WeightSink
+from reflux_inference_gateway.foreign.follower import Follower, following
+from reflux_inference_gateway.foreign.http_client import EngineHttp, engine_http
+from reflux_inference_gateway.foreign.replica import Description, engine_layout
+from reflux_inference_gateway.foreign.settings import AdapterSettings
+from reflux_inference_gateway.foreign.sglang import SglangDisk
+from reflux_inference_gateway.foreign.vllm import VllmSink
+from reflux_kit.errors import StartupError
+from reflux_kit.server import Bound, Service, serve
+from reflux_weightplan.spec import SpecLayout
+
+
+def new_sink(settings: AdapterSettings, model: Path, http: EngineHttp) -> WeightSink:
+    """The way to the engine that the settings name."""
+    if settings.engine == "vllm":
+        return VllmSink(http)
+    if settings.engine == "sglang":
+        return SglangDisk(http, model, settings.scratch)
+    # Only this way needs torch: an adapter of the others runs without it.
+    from reflux_inference_gateway.foreign.sglang_distributed import SglangDistributed
+
+    host = settings.advertise_host or urlsplit(settings.engine_url).hostname or "127.0.0.1"
+    return SglangDistributed(http, host, settings.engine_ranks)
+
+
+@asynccontextmanager
+async def build(settings: AdapterSettings) -> AsyncIterator[Service]:
+    """Waits for the engine, then owns its sink and the links to gateway and broker."""
+    if settings.model is None or not settings.engine_url:
+        raise StartupError("REFLUX_ENGINE_ADAPTER_MODEL and REFLUX_ENGINE_ADAPTER_ENGINE_URL must be set")
+    model_id = settings.model_id or settings.run or settings.model.resolve().name
+    layout = engine_layout(settings.model, settings.weight_dtype)
+    fatal = Fatal()
+    async with AsyncExitStack() as stack:
+        http = await stack.enter_async_context(engine_http(settings.engine_url, settings.api_key))
+        sink = new_sink(settings, settings.model, http)
+        await http.until_up(sink.up_route, settings.start_seconds)
+        stack.push_async_callback(sink.close)
+        await sink.open(layout)
+
+        def attend(_bound: Bound) -> AbstractAsyncContextManager[None]:
+            return _attended(settings, model_id, layout, sink, fatal)
+
+        yield Service((), attend=attend)
+    if fatal.reason:
+        raise SystemExit(1)
+
+
+@asynccontextmanager
+async def _attended(
+    settings: AdapterSettings, model_id: str, layout: SpecLayout, sink: WeightSink, fatal: Fatal
+) -> AsyncIterator[None]:
+    follower = Follower(sink)
+    describe = Description(settings, model_id, follower)
+    link = GatewayLink(settings, describe)
+    follower.announce = link.announce
+    async with (
+        following(settings, model_id, describe.name, layout, follower, settings.watch_seconds, fatal),
+        link.running(),
+    ):
+        yield
+
+
+def main() -> None:
+    """Runs the adapter until SIGTERM, or until its engine or the broker make going on pointless (status 1)."""
+    serve("engine-adapter", AdapterSettings, build)
+
+
+if __name__ == "__main__":
+    main()
