@@ -190,7 +190,11 @@ def test_what_fails_in_the_hashing_thread_is_raised_where_the_staging_is() -> No
         if index == 1:
             raise MemoryError("no room for a checksum")
 
-    with pytest.raises(MemoryError, match="no room"), Hasher(done) as hasher:
-        for index in range(4):
-            hasher.put(index, memoryview(b"abc"))
+    def stage() -> None:
+        with Hasher(done) as hasher:
+            for index in range(4):
+                hasher.put(index, memoryview(b"abc"))
+
+    with pytest.raises(MemoryError, match="no room"):
+        stage()
     assert seen == [0, 1]
