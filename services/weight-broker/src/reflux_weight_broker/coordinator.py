@@ -123,17 +123,20 @@ class Coordinator:
             model.owners.close(stream, replica)
 
     async def report(self, model_id: str, report: Report) -> version_pb.WeightVersion | None:
-        """Takes an acknowledgement; returns the version after it."""
+        """Takes an acknowledgement; returns the version after it, without its members."""
         model = self._known(model_id, report.replica)
         async with model.lock:
             model.post(model.machine.report(report, time.monotonic()))
             current = model.machine.current
             if current and current.epoch == report.epoch:
-                return messages.to_version(current)
-        return model.versions.get(report.epoch)
+                return messages.to_version(current, members=False)
+        return None
 
-    async def probe(self, model_id: str, epoch: int, replica: str, logprobs: Sequence[float]) -> None:
-        """Takes log-probs of the probe prompt; who differs is unhealthy from now on."""
+    async def probe(self, model_id: str, epoch: int, replica: str, logprobs: Sequence[float]) -> str:
+        """Takes log-probs of the probe prompt; who differs is unhealthy from now on.
+
+        Returns what is wrong with `replica`, empty when nothing is or when the learner has not reported yet.
+        """
         model = await self._existing(model_id)
         if model is None:
             raise StaleEpoch(f"model {model_id} has no epoch {epoch}")
@@ -143,6 +146,7 @@ class Coordinator:
             metrics.PROBES.labels("differs" if fault else "agrees").inc()
             if fault:
                 log.error("replica %s of %s is unhealthy: %s", name, model_id, fault)
+        return verdicts.get(replica, "")
 
     async def begin(
         self, manifest: Manifest, *, publisher_epoch: int, replay: bool, min_replicas: int

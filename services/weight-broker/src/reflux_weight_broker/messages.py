@@ -62,14 +62,14 @@ def to_replica(replica: Replica) -> version_pb.ReplicaState:
     )
 
 
-def to_version(transaction: Transaction) -> version_pb.WeightVersion:
-    """A version as clients see it."""
+def to_version(transaction: Transaction, *, members: bool = True) -> version_pb.WeightVersion:
+    """A version as clients see it; without its members it stays small in a wide fleet."""
     return version_pb.WeightVersion(
         model_id=transaction.manifest.model_id,
         version=transaction.manifest.version,
         epoch=transaction.epoch,
         state=_STATES[transaction.phase],
-        replicas=[to_replica(member) for member in transaction.members.values()],
+        replicas=[to_replica(member) for member in transaction.members.values()] if members else (),
         error=transaction.error,
         prepare_seconds=transaction.prepare_seconds,
         commit_seconds=transaction.commit_seconds,

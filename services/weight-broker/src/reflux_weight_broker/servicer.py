@@ -185,8 +185,8 @@ class WeightBrokerServicer(WeightBrokerServiceServicer):
     async def ReportProbe(self, request: pb.ReportProbeRequest, context: Context) -> pb.ReportProbeResponse:
         model_id, epoch, replica, logprobs = parsing.parse_probe(request)
         with _refusals():
-            await self._coordinator.probe(model_id, epoch, replica, logprobs)
-        return pb.ReportProbeResponse()
+            fault = await self._coordinator.probe(model_id, epoch, replica, logprobs)
+        return pb.ReportProbeResponse(fault=fault)
 
     async def ReportPaths(self, request: pb.ReportPathsRequest, context: Context) -> pb.ReportPathsResponse:
         self._paths.report(parsing.parse_paths(request))
