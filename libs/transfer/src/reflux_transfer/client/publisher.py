@@ -64,6 +64,11 @@ class Publishing:
 
         self._owner, self._begun, self._base = owner, begun, base
 
+    @property
+    def epoch(self) -> int:
+        """The version's, as the broker began it."""
+        return self._begun.version.epoch
+
     def write(self, tensors: Mapping[str, Any], cast: Cast = copy) -> int:
         """`staging.write`, with the difference to the committed version when a delta is published. Blocks."""
         return self.staging.write(tensors, cast, base=self._base)

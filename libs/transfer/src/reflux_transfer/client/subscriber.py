@@ -59,16 +59,19 @@ class BrokerSubscriber:
         apply: Apply,
         rank: int = 0,
         probe: Probe | None = None,
+        judged: Callable[[str], None] = lambda _: None,
     ) -> None:
         """`layout` is that of all ranks of the replica, of which this process is `rank`.
 
         `probe` scores the publisher's probe prompt after a commit; the broker compares it with the learner's score.
+        `judged` gets what it says is wrong with it, empty when nothing is.
         """
         self._stub = WeightBrokerServiceStub(channel)
         self._replica, self._model_id, self._rank = replica, model_id, rank
         self._layout, self._hash = layout, layout_hash(layout)
         self._incarnation = str(uuid.uuid4())
         self._receiver, self._apply, self._probe = receiver, apply, probe
+        self._judged = judged
         self._routes: dict[str, Route] = {}
         self._pull: asyncio.Task[None] | None = None
         self._probing: asyncio.Task[None] | None = None
@@ -229,7 +232,8 @@ class BrokerSubscriber:
         logprobs = await probe(token_ids)
         request = pb.ReportProbeRequest(model_id=self._model_id, epoch=epoch, replica=self._replica, logprobs=logprobs)
         try:
-            await self._stub.ReportProbe(request, timeout=_CALL_SECONDS)
+            answer = await self._stub.ReportProbe(request, timeout=_CALL_SECONDS)
+            self._judged(answer.fault)
         except AioRpcError as error:
             log.info("the probe of epoch %d was not taken: %s", epoch, error.details())
 

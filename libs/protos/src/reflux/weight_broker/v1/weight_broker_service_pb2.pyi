@@ -975,12 +975,17 @@ class ReportProbeResponse(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    FAULT_FIELD_NUMBER: _builtins.int
+    fault: _builtins.str
+    """What is wrong with the reporting replica; empty when nothing is, or when it cannot be said yet."""
     def __init__(
         self,
+        *,
+        fault: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fault", b"fault"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
