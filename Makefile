@@ -7,7 +7,7 @@ export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE := 1
 
-.PHONY: setup demo demo-seeds test test-k8s soak bench-scheduler check protos format clean
+.PHONY: setup demo demo-seeds test test-k8s soak test-engines bench-scheduler bench-weights check protos format clean
 
 setup:
 	@bash deploy/setup.sh $(VENV)
@@ -25,12 +25,25 @@ test: setup
 test-k8s: setup
 	@$(PY) -m pytest services/scheduler/tests/test_kubernetes_real_api.py
 
+# Real vLLM and SGLang servers on CPU, in environments of their own (7 GB, made once); ENGINES="vllm" asks only some.
+ENGINES ?= vllm sglang sglang-distributed
+ENGINE_MODEL := .reflux/engines/smollm2-135m
+test-engines: setup
+	@bash deploy/engines/vllm.sh .venv-vllm
+	@case "$(ENGINES)" in *sglang*) bash deploy/engines/sglang.sh .venv-sglang ;; esac
+	@bash deploy/engines/model.sh .venv-vllm $(ENGINE_MODEL)
+	@REFLUX_TEST_ENGINES=$(ENGINE_MODEL) REFLUX_TEST_ENGINES_ONLY="$(ENGINES)" $(PY) -m pytest tests/engines --timeout 900
+
 soak: setup
 	@$(PY) -m pytest -m "slow or not slow"
 
 # The last line is one JSON object with the figures; QUESTIONS="place golden" asks only these.
 bench-scheduler: setup
-	@$(PY) benchmarks/scheduler/run.py $(QUESTIONS)
+	@$(PY) benchmarks/harness.py scheduler $(QUESTIONS)
+
+# Rivals that are not installed are left out: deploy/bench/peers.sh installs them.
+bench-weights: setup
+	@$(PY) benchmarks/harness.py weights $(QUESTIONS)
 
 check: setup
 	@bash deploy/check.sh
