@@ -75,5 +75,9 @@ class EngineHttp:
 async def engine_http(url: str, api_key: str) -> AsyncIterator[EngineHttp]:
     """Owns the connections; `api_key` is empty where the engine asks for none."""
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    async with aiohttp.ClientSession(headers=headers, cookie_jar=aiohttp.DummyCookieJar()) as session:
+    # A connection for each call: uvicorn hangs up after an unhandled exception, and after 5 s of silence; a call that
+    # goes out at that moment would fail without having been heard.
+    connector = aiohttp.TCPConnector(force_close=True)
+    cookies = aiohttp.DummyCookieJar()
+    async with aiohttp.ClientSession(headers=headers, connector=connector, cookie_jar=cookies) as session:
         yield EngineHttp(session, url)
