@@ -75,6 +75,7 @@ class Stack:
         spec: SpecLayout | None = None,
         rank: int = 0,
         probe: Callable | None = None,
+        judged: Callable[[str], None] = lambda _: None,
         run: str = "m",
         broken: Callable[[], bool] = lambda: False,
         layout: Layout = LAYOUT,
@@ -93,7 +94,7 @@ class Stack:
 
         subscriber = BrokerSubscriber(
             self.channel, replica=name, model_id=model_id, layout=spec or single_rank(layout), receiver=receiver,
-            apply=apply, rank=rank, probe=probe,
+            apply=apply, rank=rank, probe=probe, judged=judged,
         )  # fmt: skip
         replica = Replica(subscriber, arenas, layout)
         replica.task = asyncio.create_task(subscriber.run())
@@ -205,14 +206,15 @@ async def test_replicas_that_score_the_probe_differently_are_unhealthy(stack: St
 
         return score
 
+    told: asyncio.Queue[str] = asyncio.Queue()
     stack.replica("good", probe=scoring(0.0))
-    stack.replica("bad", probe=scoring(0.01))
+    stack.replica("bad", probe=scoring(0.01), judged=told.put_nowait)
     publisher = stack.publisher()
     done = await publish(publisher, 1, 1, min_replicas=2, probe_token_ids=[1, 2, 3])
     await publisher.report_probe(done.epoch, [-2.0, -3.0])
     async with asyncio.timeout(HANG_SECONDS):
-        while not (states := await stack.states())["bad"].unhealthy:
-            await asyncio.sleep(0.01)
+        assert "differs by 0.01" in await told.get()
+    states = await stack.states()
     assert "differs by 0.01" in states["bad"].health_reason
     assert not states["good"].unhealthy
 

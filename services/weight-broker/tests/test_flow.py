@@ -1,5 +1,6 @@
 """A version by layout hash and regions, over gRPC: sources, leases, fingerprints, probes, adapters and bad offers."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -186,16 +187,20 @@ async def test_ranks_are_told_and_commit_together(client: Client) -> None:
     assert (state.unhealthy, state.epoch) == (False, 1)
 
 
-async def test_probes_make_replicas_unhealthy(client: Client) -> None:
+async def test_probes_make_replicas_unhealthy_and_tell_them(client: Client) -> None:
     await client.committed("a", await client.joined("a"), "r1", 1)
     report = pb.ReportProbeRequest(model_id="m", epoch=1, replica="a", logprobs=[-1.0, -2.0])
-    await client.stub.ReportProbe(report, timeout=5)
+    alone = await client.stub.ReportProbe(report, timeout=0.5)
+    assert alone.fault == ""
     assert not (await client.states())["a"].unhealthy
-    report = pb.ReportProbeRequest(model_id="m", epoch=1, logprobs=[-1.0, -2.5])
-    await client.stub.ReportProbe(report, timeout=5)
+    waiting = asyncio.ensure_future(client.stub.ReportProbe(report, timeout=30))
+    learners = pb.ReportProbeRequest(model_id="m", epoch=1, logprobs=[-1.0, -2.5])
+    await client.stub.ReportProbe(learners, timeout=5)
     state = (await client.states())["a"]
     assert state.unhealthy
     assert "differs by 0.5" in state.health_reason
+    assert (await waiting).fault == state.health_reason
+    assert (await client.stub.ReportProbe(report, timeout=30)).fault == state.health_reason
 
 
 async def test_an_adapter_has_versions_of_its_own(client: Client) -> None:

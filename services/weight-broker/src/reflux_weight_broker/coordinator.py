@@ -13,6 +13,7 @@ import redis
 
 from reflux.weight_broker.v1 import weight_broker_service_pb2 as pb
 from reflux.weight_broker.v1 import weight_version_pb2 as version_pb
+from reflux_kit import deadline
 from reflux_weight_broker import messages, metrics
 from reflux_weight_broker.actions import Dismiss, Persist
 from reflux_weight_broker.epochs import next_epoch
@@ -30,6 +31,10 @@ log = logging.getLogger(__name__)
 _TICK_SECONDS = 0.1
 _RETRY_SECONDS = 0.5
 _STOP_SECONDS = 1.0
+_VERDICT_SECONDS = 60.0
+_SHARE = 0.9
+"""Of a caller's patience: it gets an answer rather than an error."""
+
 _ENDED = (version_pb.WeightVersion.STATE_COMMITTED, version_pb.WeightVersion.STATE_ABORTED)
 
 
@@ -135,7 +140,7 @@ class Coordinator:
     async def probe(self, model_id: str, epoch: int, replica: str, logprobs: Sequence[float]) -> str:
         """Takes log-probs of the probe prompt; who differs is unhealthy from now on.
 
-        Returns what is wrong with `replica`, empty when nothing is or when the learner has not reported yet.
+        Returns what is wrong with `replica`, empty when nothing is or when the learner does not report in time.
         """
         model = await self._existing(model_id)
         if model is None:
@@ -146,6 +151,9 @@ class Coordinator:
             metrics.PROBES.labels("differs" if fault else "agrees").inc()
             if fault:
                 log.error("replica %s of %s is unhealthy: %s", name, model_id, fault)
+        model.judge(epoch, verdicts)
+        if replica and replica not in verdicts:
+            return await model.verdict(epoch, replica, deadline.budget(_VERDICT_SECONDS) * _SHARE)
         return verdicts.get(replica, "")
 
     async def begin(

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from reflux.weight_broker.v1 import weight_broker_service_pb2 as pb
@@ -29,6 +29,8 @@ class Model:
     owners: Listeners[pb.WatchLeasesResponse] = field(default_factory=lambda: Listeners(single=False))
     versions: OrderedDict[int, version_pb.WeightVersion] = field(default_factory=OrderedDict)
     changed: asyncio.Condition = field(default_factory=asyncio.Condition)
+    probing: dict[tuple[int, str], asyncio.Future[str]] = field(default_factory=dict)
+    """Replicas that have scored a probe before the learner, by epoch and name."""
 
     def post(self, actions: Iterable[Action]) -> None:
         """Queues actions; call it with the lock held, so that their order is the machine's."""
@@ -47,6 +49,24 @@ class Model:
                 stream.end(action.reason)
             elif replica:
                 stream.send(messages.to_event(action, replica))
+
+    def judge(self, epoch: int, verdicts: Mapping[str, str]) -> None:
+        """Tells replicas that wait what is wrong with them."""
+        for name, fault in verdicts.items():
+            waiting = self.probing.pop((epoch, name), None)
+            if waiting and not waiting.done():
+                waiting.set_result(fault)
+
+    async def verdict(self, epoch: int, name: str, seconds: float) -> str:
+        """What is wrong with a replica once the learner has reported; empty when it has not within `seconds`."""
+        waiting = self.probing[(epoch, name)] = asyncio.get_running_loop().create_future()
+        try:
+            return await asyncio.wait_for(waiting, seconds)
+        except TimeoutError:
+            return ""
+        finally:
+            if self.probing.get((epoch, name)) is waiting:
+                del self.probing[(epoch, name)]
 
     async def remember(self, version: version_pb.WeightVersion) -> None:
         """Keeps a version for those who ask, and wakes those who follow it."""

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _PAUSE_SECONDS = 0.5
+_GRACE_SECONDS = 3.0
+"""For readers that are under way when the broker that sent them is lost."""
 
 
 class Leased(Protocol):
@@ -38,23 +40,30 @@ async def keep_leases(
 ) -> None:
     """Follows the leases on the memory of a replica (the publisher: an empty name) until it is cancelled.
 
-    A lease that comes too late does no harm: its reader finds the generation gone and takes another source.
+    A lease that comes too late does no harm: its reader finds the generation gone and takes another source. When the
+    stream ends the leases end soon, too: the broker repeats those that hold, and one that was restarted knows nothing
+    of the others, which would keep an arena from the next version.
     """
+    held: set[tuple[int, str]] = set()
     request = pb.WatchLeasesRequest(model_id=model_id, replica=replica, generations=generations)
     while True:
         try:
             async for lease in stub.WatchLeases(request):
-                _apply(arenas, lease, f"join/{lease.holder}")
+                holder = f"join/{lease.holder}"
+                (held.add if lease.seconds > 0 else held.discard)((lease.generation, holder))
+                _apply(arenas, lease.generation, holder, lease.seconds)
         except AioRpcError as error:
             log.debug("leases on %s are not heard of: %s", replica or "the publisher", error.details())
+        while held:
+            _apply(arenas, *held.pop(), _GRACE_SECONDS)
         await asyncio.sleep(_PAUSE_SECONDS)
 
 
-def _apply(arenas: Leased, lease: pb.WatchLeasesResponse, holder: str) -> None:
-    if lease.seconds <= 0:
-        arenas.release(lease.generation, holder)
+def _apply(arenas: Leased, generation: int, holder: str, seconds: float) -> None:
+    if seconds <= 0:
+        arenas.release(generation, holder)
         return
     try:
-        arenas.lease(lease.generation, holder, lease.seconds)
+        arenas.lease(generation, holder, seconds)
     except KeyError as error:
         log.info("%s comes too late: %s", holder, error)

@@ -32,13 +32,17 @@ _PAUSE_SECONDS = 0.2
 _MAX_PAUSE_SECONDS = 2.0
 _CALL_SECONDS = 10.0
 _PULL_SECONDS = 3600.0
+_VERDICT_SECONDS = 60.0
+"""The broker answers a probe when the learner has scored it too."""
+
 _ROUTES = 4
 _FATAL = (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNAUTHENTICATED)
 
 Probe = Callable[[Sequence[int]], Awaitable[Sequence[float]]]
 """Log-prob of every token of a prompt after the first, under the weights that are served."""
 
-_Asked = tuple[int, tuple[SourceRegion, ...]]
+_Asked = tuple[int, int, tuple[SourceRegion, ...]]
+"""Epoch, kind and sources of a PREPARE."""
 
 
 class BrokerSubscriber:
@@ -78,6 +82,7 @@ class BrokerSubscriber:
         self._leases: asyncio.Task[None] | None = None
         self._cancelled = threading.Event()
         self._asked: _Asked | None = None
+        self._pulling = False
         self._prepared: Prepared | None = None
         self._regions: tuple[SourceRegion, ...] = ()
         self.version = 0
@@ -146,18 +151,19 @@ class BrokerSubscriber:
             await wire.put_layout(self._stub, self._layout)
             await self._stub.RegisterReplica(request, timeout=_CALL_SECONDS)
         if self.epoch and self._regions:  # a broker that was restarted does not know who serves what
-            await self._acknowledge(self.epoch, pb.AckVersionRequest.OUTCOME_COMMITTED, self._regions)
+            committed = pb.AckVersionRequest.OUTCOME_COMMITTED
+            await self._acknowledge(self.epoch, committed, self._regions, fingerprint=self.fingerprint)
 
     async def _handle(self, event: pb.WatchVersionsResponse) -> None:
         epoch = event.version.epoch
         if event.event == pb.WatchVersionsResponse.EVENT_PREPARE:
-            asked = (epoch, tuple(wire.from_region(region) for region in event.regions))
-            if asked == self._asked and self._pull and not self._pull.done():
+            asked = (epoch, event.kind, tuple(wire.from_region(region) for region in event.regions))
+            if asked == self._asked and self._pulling:
                 return  # asked again after a reconnect
             await self._stop_pull()
             again, self._asked = asked == self._asked, asked
             self._cancelled = threading.Event()
-            self._pull = asyncio.create_task(self._prepare(event, asked[1], again))
+            self._pull = asyncio.create_task(self._prepare(event, asked[2], again))
         elif event.event == pb.WatchVersionsResponse.EVENT_COMMIT:
             await self._commit(epoch, event.probe_token_ids)
         elif event.event == pb.WatchVersionsResponse.EVENT_ABORT:
@@ -180,7 +186,7 @@ class BrokerSubscriber:
                 # It is served already: another rank of the replica is behind, or an answer was lost.
                 await self._acknowledge(epoch, pb.AckVersionRequest.OUTCOME_PREPARED, fingerprint=self.fingerprint)
                 return
-            self._prepared = None
+            self._prepared, self._pulling = None, True
             try:
                 with span("weights.pull", epoch=epoch, source=regions[0].transport if regions else ""):
                     offer = await self._offer(event, regions)
@@ -188,8 +194,11 @@ class BrokerSubscriber:
             except ReadCancelled:
                 return
             except Exception as error:  # task boundary: whatever it is, the publisher is told
+                self._asked = None  # the answer may be to try just the same again
                 await self._failed(epoch, error)
                 return
+            finally:
+                self._pulling = False
         fields = {"bytes": held.report.bytes, "transfer_seconds": held.report.seconds}
         prepared = pb.AckVersionRequest.OUTCOME_PREPARED
         await self._acknowledge(epoch, prepared, held.regions, fingerprint=held.fingerprint, **fields)
@@ -232,7 +241,7 @@ class BrokerSubscriber:
         logprobs = await probe(token_ids)
         request = pb.ReportProbeRequest(model_id=self._model_id, epoch=epoch, replica=self._replica, logprobs=logprobs)
         try:
-            answer = await self._stub.ReportProbe(request, timeout=_CALL_SECONDS)
+            answer = await self._stub.ReportProbe(request, timeout=_VERDICT_SECONDS)
             self._judged(answer.fault)
         except AioRpcError as error:
             log.info("the probe of epoch %d was not taken: %s", epoch, error.details())
