@@ -1,0 +1,42 @@
+"""Blocking sockets over loopback: sendall on one side, recv_into the final memory on the other."""
+
+import socket
+import sys
+from multiprocessing.connection import Connection
+
+import numpy as np
+from worker import PATTERN, answer, start
+
+_BUFFER_BYTES = 4 << 20
+
+
+def owner(pipe: Connection, length: int) -> None:
+    data = np.full(length, PATTERN, np.uint8)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
+        pipe.send(listener.getsockname())
+        connection, _ = listener.accept()
+        while connection.recv(1):
+            connection.sendall(memoryview(data))
+
+
+def main() -> None:
+    length = int(sys.argv[1])
+    ours = start(owner, length)
+    data = np.ones(length, np.uint8)
+    view = memoryview(data)
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER_BYTES)
+    connection.connect(ours.recv())
+
+    def transfer() -> None:
+        connection.send(b"x")
+        done = 0
+        while done < length:
+            done += connection.recv_into(view[done:])
+
+    answer(transfer, lambda: bool((data == PATTERN).all()), lambda: data[::4096].fill(0))
+
+
+if __name__ == "__main__":
+    main()
