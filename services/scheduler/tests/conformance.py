@@ -9,7 +9,7 @@ import uuid
 
 from conformance_changes import *  # noqa: F403
 from conformance_crashes import *  # noqa: F403
-from conformance_world import all_run, nodes_of, pids_of, restarts_of
+from conformance_world import SHORT_LEASE, all_run, nodes_of, pids_of, restarts_of
 from scheduler_stack import alive
 
 from reflux.scheduler.v1 import job_pb2
@@ -57,7 +57,7 @@ async def test_the_life_of_a_gang(world):
 
 async def test_a_lost_node_is_replaced_by_the_spare_of_its_rack_and_the_others_run_on(world):
     *used, spare = world.racks[0]
-    world.scheduler(spares=(spare,))
+    world.scheduler(spares=(spare,), **SHORT_LEASE)
     await world.until_up()
     job = await world.create(world.role("learner", len(used), world.gpus, required_level="rack"))
     before = await world.client.until_state(job.name, "RUNNING")
@@ -78,7 +78,7 @@ async def test_a_lost_node_is_replaced_by_the_spare_of_its_rack_and_the_others_r
 
 
 async def test_a_lost_node_without_replacement_sends_the_whole_gang_back_until_there_is_room(world):
-    world.scheduler()
+    world.scheduler(**SHORT_LEASE)
     count = len(world.nodes)
     job = await world.create(world.role("learner", count, world.gpus))
     before = await world.client.until_state(job.name, "RUNNING")

@@ -24,7 +24,7 @@ class LocalWorld(World):
 
     def begin(self) -> None:
         for node in self.nodes:
-            self.stack.start_agent(node, REFLUX_AGENT_LEASE_SECONDS="1.5")
+            self.stack.start_agent(node)
 
     async def kill_node(self, node: str) -> None:
         self.stack.kill(node)
@@ -54,8 +54,7 @@ def world(own_stack, client) -> LocalWorld:
 async def test_room_that_was_freed_for_a_job_is_its_own_after_a_kill_of_the_scheduler(world):
     everything = (len(world.nodes), world.gpus)
     async with RedisGate(world.stack.environment["REFLUX_REDIS_URL"]) as gate:
-        steady = {"REFLUX_REDIS_URL": gate.url, "REFLUX_SCHEDULER_LEASE_SECONDS": "60"}
-        steady["REFLUX_SCHEDULER_HEARTBEAT_SECONDS"] = "2"
+        steady = {"REFLUX_REDIS_URL": gate.url, "REFLUX_SCHEDULER_HEARTBEAT_SECONDS": "2"}
         world.scheduler(**steady)
         low = await world.create(world.role("rollout", *everything))
         await world.client.until_state(low.name, "RUNNING")
