@@ -21,20 +21,21 @@ _WAYS = Path(__file__).parent / "ways"
 
 @dataclass(frozen=True)
 class Setup:
-    """A module of `ways/`, the Python that it runs in, and what is set for it."""
+    """A module of `ways/`, the Python that it runs in, what is set for it, and its arguments after the length."""
 
     module: str
     python: Path = Path(sys.executable)
     environment: Mapping[str, str] = field(default_factory=dict)
+    arguments: tuple[str, ...] = ()
 
 
 class Way:
     """A process of `ways/`; raises `RuntimeError` when it does not come up or ends."""
 
-    def __init__(self, setup: Setup, arguments: Sequence[str]) -> None:
+    def __init__(self, setup: Setup, length: int) -> None:
         self._module = setup.module
         self._process = subprocess.Popen(
-            [str(setup.python), str(_WAYS / f"{setup.module}.py"), *arguments],
+            [str(setup.python), str(_WAYS / f"{setup.module}.py"), str(length), *setup.arguments],
             env={**os.environ, **setup.environment},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -89,7 +90,7 @@ def ways(setups: Mapping[str, Setup], length: int) -> Iterator[dict[str, Way]]:
                 print(f"{name}: left out, {setup.python} does not exist (deploy/bench/peers.sh makes it)", flush=True)
                 continue
             try:
-                found[name] = way = Way(setup, [str(length)])
+                found[name] = way = Way(setup, length)
             except RuntimeError as error:
                 print(f"{name}: left out, {error}", flush=True)
                 continue
