@@ -134,6 +134,13 @@ async def test_unknown_model_and_full_queue_are_told_apart():
     assert await first == ["replicas/0"]
 
 
+async def test_whoever_waits_in_vain_is_told_what_is_wrong_with_the_replicas():
+    made = dispatcher(1, wait_seconds=0.05)
+    made.table.heartbeat(info(0, fault="its weights are a mixture"), made.clock())
+    with pytest.raises(NoReplica, match="unhealthy replicas/0: its weights are a mixture"):
+        await collect(made, want(), answer)
+
+
 async def test_a_model_whose_replicas_are_gone_is_unavailable_not_unknown():
     made = dispatcher(1, wait_seconds=0)
     made.table.remove("replicas/0")

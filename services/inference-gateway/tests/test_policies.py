@@ -4,6 +4,7 @@ import sys
 from hypothesis import given
 from hypothesis import strategies as st
 
+from reflux.inference_gateway.v1.replica_pb2 import Replica as ReplicaMessage
 from reflux_inference_gateway.fleet import Fleet, FleetPaused
 from reflux_inference_gateway.replicas import ReplicaInfo, ReplicaTable, State
 from reflux_inference_gateway.retry import Attempts
@@ -11,6 +12,7 @@ from reflux_inference_gateway.routing import POLICIES
 from reflux_inference_gateway.routing.base import Candidate
 from reflux_inference_gateway.routing.least_loaded import LeastLoaded
 from reflux_inference_gateway.routing.round_robin import RoundRobin
+from reflux_inference_gateway.wire import info_message, parse_replica
 
 LOADS = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), min_size=1, max_size=8)
 
@@ -95,6 +97,27 @@ def test_a_draining_replica_gets_nothing_and_leaves_when_it_is_empty():
     assert table.expire(1.0) == []
     table.answered("replicas/a", 7)
     assert table.expire(1.5) == ["replicas/a"]
+
+
+def test_an_unhealthy_replica_gets_nothing_until_it_says_that_it_is_well():
+    table = ReplicaTable()
+    table.register(info("replicas/0"), 0.0)
+    table.register(info("replicas/1", fault="its weights are a mixture"), 0.0)
+    assert [entry.info.name for entry in table.routable("m")] == ["replicas/0"]
+    assert table.faults("m") == ["replicas/1: its weights are a mixture"]
+    table.heartbeat(info("replicas/1"), 1.0)
+    table.heartbeat(info("replicas/0", fault="it computes something else"), 1.0)
+    assert [entry.info.name for entry in table.routable("m")] == ["replicas/1"]
+
+
+def test_health_survives_the_way_to_the_gateway_and_to_whoever_lists_replicas():
+    message = ReplicaMessage(name="replicas/0", model_id="m", grpc_address="a:1", role=ReplicaMessage.ROLE_BOTH)
+    assert parse_replica(message).fault == "", "a replica that says nothing counts as healthy"
+    message.health, message.health_reason = ReplicaMessage.HEALTH_UNHEALTHY, "its weights are a mixture"
+    listed = info_message(parse_replica(message))
+    assert (listed.health, listed.health_reason) == (message.health, message.health_reason)
+    message.health_reason = ""
+    assert parse_replica(message).fault, "without a reason it is unhealthy all the same"
 
 
 def test_routable_honours_version_door_and_exclusion():

@@ -202,9 +202,10 @@ class Dispatcher:
         if not entries:
             return self._absent(want.model_id, entered)
         newest = max(entry.info.version for entry in entries)
+        faults = "".join(f"; unhealthy {fault}" for fault in self.table.faults(want.model_id))
         return NoReplica(
             f"no replica of {want.model_id!r} took the request in time: {len(entries)} known, newest version {newest}, "
-            f"asked for at least {want.min_version}",
+            f"asked for at least {want.min_version}{faults}",
             state="waiting",
         )
 

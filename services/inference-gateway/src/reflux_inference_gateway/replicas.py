@@ -39,6 +39,9 @@ class ReplicaInfo:
     capacity: int = 0
     node: str = ""
     run: str = ""
+    engine: str = ""
+    fault: str = ""
+    """Why it must not get requests; empty when it may."""
 
 
 @dataclass
@@ -157,6 +160,10 @@ class ReplicaTable:
         """Models with an entry, in order of first registration."""
         return list(dict.fromkeys(entry.info.model_id for entry in self._replicas.values()))
 
+    def faults(self, model_id: str) -> list[str]:
+        """Why replicas of a model are left out although they are there, by name."""
+        return [f"{entry.info.name}: {entry.info.fault}" for entry in self.entries(model_id) if entry.info.fault]
+
     def ever_served(self, model_id: str) -> bool:
         """True when a replica of the model registered since the start, forgotten ones included."""
         return model_id in self._ever_served
@@ -164,11 +171,12 @@ class ReplicaTable:
     def routable(
         self, model_id: str, *, min_version: int = 0, excluded: Iterable[str] = (), http: bool = False
     ) -> list[Replica]:
-        """Entries that may take a request now; `http` asks for an OpenAI-compatible door, else for gRPC."""
+        """Healthy entries that may take a request now; `http` asks for an OpenAI-compatible door, else for gRPC."""
         return [
             entry
             for entry in self.entries(model_id)
             if entry.state is State.READY
+            and not entry.info.fault
             and entry.info.version >= min_version
             and entry.info.name not in excluded
             and (entry.info.http_url if http else entry.info.grpc_address)

@@ -95,10 +95,10 @@ class InferenceGatewayServicer(InferenceGatewayServiceServicer):
         dispatcher = self._dispatcher
         info = parse_replica(request.replica)
         before = dispatcher.table.get(info.name)
-        was = None if before is None else (before.state, before.info.version)
+        was = None if before is None else (before.state, before.info.version, before.info.fault)
         known = dispatcher.table.heartbeat(info, dispatcher.clock())
         after = dispatcher.table.get(info.name)
-        if after is not None and was != (after.state, after.info.version):
+        if after is not None and was != (after.state, after.info.version, after.info.fault):
             dispatcher.changes.notify()
         return pb.HeartbeatResponse(register_again=not known)
 

@@ -120,6 +120,8 @@ def parse_replica(message: ReplicaMessage) -> ReplicaInfo:
         capacity=message.capacity,
         node=message.node,
         run=message.run,
+        engine=message.engine,
+        fault=(message.health_reason or "unhealthy") if message.health == ReplicaMessage.HEALTH_UNHEALTHY else "",
     )
 
 
@@ -145,4 +147,7 @@ def info_message(info: ReplicaInfo) -> ReplicaMessage:
         capacity=info.capacity,
         node=info.node,
         run=info.run,
+        engine=info.engine,
+        health=ReplicaMessage.HEALTH_UNHEALTHY if info.fault else ReplicaMessage.HEALTH_OK,
+        health_reason=info.fault,
     )

@@ -74,6 +74,8 @@ async def _show_services(console: Console) -> None:
     )
     for each in fleet.replicas:
         state = Replica.State.Name(each.state).removeprefix("STATE_").lower()
+        if each.health == Replica.HEALTH_UNHEALTHY:
+            state = f"unhealthy: {each.health_reason}"
         table.add_row(each.name, each.model_id, state, str(each.version), str(each.sequences), each.grpc_address)
     console.print(table)
     async with connection.channel("sandbox") as channel:

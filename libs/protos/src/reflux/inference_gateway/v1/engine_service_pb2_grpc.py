@@ -50,6 +50,16 @@ class EngineServiceStub:
                 request_serializer=reflux_dot_inference__gateway_dot_v1_dot_engine__service__pb2.GetStatusRequest.SerializeToString,
                 response_deserializer=reflux_dot_inference__gateway_dot_v1_dot_engine__service__pb2.GetStatusResponse.FromString,
                 _registered_method=True)
+        self.GetFingerprint = channel.unary_unary(
+                '/reflux.inference_gateway.v1.EngineService/GetFingerprint',
+                request_serializer=reflux_dot_inference__gateway_dot_v1_dot_engine__service__pb2.GetFingerprintRequest.SerializeToString,
+                response_deserializer=reflux_dot_inference__gateway_dot_v1_dot_engine__service__pb2.GetFingerprintResponse.FromString,
+                _registered_method=True)
+        self.ScorePrompt = channel.unary_unary(
+                '/reflux.inference_gateway.v1.EngineService/ScorePrompt',
+                request_serializer=reflux_dot_inference__gateway_dot_v1_dot_engine__service__pb2.ScorePromptRequest.SerializeToString,
+                response_deserializer=reflux_dot_inference__gateway_dot_v1_dot_engine__service__pb2.ScorePromptResponse.FromString,
+                _registered_method=True)
 
 
 class EngineServiceServicer:
@@ -77,6 +87,20 @@ class EngineServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetFingerprint(self, request, context):
+        """Computes the fingerprint of the weights that are served from their bytes in memory, while decoding goes on.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ScorePrompt(self, request, context):
+        """Returns the log-probs of a prompt's tokens, computed between two decode steps.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_EngineServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -94,6 +118,16 @@ def add_EngineServiceServicer_to_server(servicer, server):
                     servicer.GetStatus,
                     request_deserializer=reflux_dot_inference__gateway_dot_v1_dot_engine__service__pb2.GetStatusRequest.FromString,
                     response_serializer=reflux_dot_inference__gateway_dot_v1_dot_engine__service__pb2.GetStatusResponse.SerializeToString,
+            ),
+            'GetFingerprint': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetFingerprint,
+                    request_deserializer=reflux_dot_inference__gateway_dot_v1_dot_engine__service__pb2.GetFingerprintRequest.FromString,
+                    response_serializer=reflux_dot_inference__gateway_dot_v1_dot_engine__service__pb2.GetFingerprintResponse.SerializeToString,
+            ),
+            'ScorePrompt': grpc.unary_unary_rpc_method_handler(
+                    servicer.ScorePrompt,
+                    request_deserializer=reflux_dot_inference__gateway_dot_v1_dot_engine__service__pb2.ScorePromptRequest.FromString,
+                    response_serializer=reflux_dot_inference__gateway_dot_v1_dot_engine__service__pb2.ScorePromptResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -178,6 +212,60 @@ class EngineService:
             '/reflux.inference_gateway.v1.EngineService/GetStatus',
             reflux_dot_inference__gateway_dot_v1_dot_engine__service__pb2.GetStatusRequest.SerializeToString,
             reflux_dot_inference__gateway_dot_v1_dot_engine__service__pb2.GetStatusResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetFingerprint(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/reflux.inference_gateway.v1.EngineService/GetFingerprint',
+            reflux_dot_inference__gateway_dot_v1_dot_engine__service__pb2.GetFingerprintRequest.SerializeToString,
+            reflux_dot_inference__gateway_dot_v1_dot_engine__service__pb2.GetFingerprintResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ScorePrompt(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/reflux.inference_gateway.v1.EngineService/ScorePrompt',
+            reflux_dot_inference__gateway_dot_v1_dot_engine__service__pb2.ScorePromptRequest.SerializeToString,
+            reflux_dot_inference__gateway_dot_v1_dot_engine__service__pb2.ScorePromptResponse.FromString,
             options,
             channel_credentials,
             insecure,

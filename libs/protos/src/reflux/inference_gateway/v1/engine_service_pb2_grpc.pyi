@@ -39,6 +39,10 @@ class EngineServiceStub:
     """Stops a request."""
     GetStatus: _grpc.UnaryUnaryMultiCallable[_engine_service_pb2.GetStatusRequest, _engine_service_pb2.GetStatusResponse]
     """Returns load, version and limits."""
+    GetFingerprint: _grpc.UnaryUnaryMultiCallable[_engine_service_pb2.GetFingerprintRequest, _engine_service_pb2.GetFingerprintResponse]
+    """Computes the fingerprint of the weights that are served from their bytes in memory, while decoding goes on."""
+    ScorePrompt: _grpc.UnaryUnaryMultiCallable[_engine_service_pb2.ScorePromptRequest, _engine_service_pb2.ScorePromptResponse]
+    """Returns the log-probs of a prompt's tokens, computed between two decode steps."""
 
 @_typing.type_check_only
 class EngineServiceAsyncStub(EngineServiceStub):
@@ -51,6 +55,10 @@ class EngineServiceAsyncStub(EngineServiceStub):
     """Stops a request."""
     GetStatus: _aio.UnaryUnaryMultiCallable[_engine_service_pb2.GetStatusRequest, _engine_service_pb2.GetStatusResponse]  # type: ignore[assignment]
     """Returns load, version and limits."""
+    GetFingerprint: _aio.UnaryUnaryMultiCallable[_engine_service_pb2.GetFingerprintRequest, _engine_service_pb2.GetFingerprintResponse]  # type: ignore[assignment]
+    """Computes the fingerprint of the weights that are served from their bytes in memory, while decoding goes on."""
+    ScorePrompt: _aio.UnaryUnaryMultiCallable[_engine_service_pb2.ScorePromptRequest, _engine_service_pb2.ScorePromptResponse]  # type: ignore[assignment]
+    """Returns the log-probs of a prompt's tokens, computed between two decode steps."""
 
 class EngineServiceServicer(metaclass=_abc_1.ABCMeta):
     """The embedded engine of one replica; called by the gateway."""
@@ -78,5 +86,21 @@ class EngineServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_engine_service_pb2.GetStatusResponse, _abc.Awaitable[_engine_service_pb2.GetStatusResponse]]:
         """Returns load, version and limits."""
+
+    @_abc_1.abstractmethod
+    def GetFingerprint(
+        self,
+        request: _engine_service_pb2.GetFingerprintRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_engine_service_pb2.GetFingerprintResponse, _abc.Awaitable[_engine_service_pb2.GetFingerprintResponse]]:
+        """Computes the fingerprint of the weights that are served from their bytes in memory, while decoding goes on."""
+
+    @_abc_1.abstractmethod
+    def ScorePrompt(
+        self,
+        request: _engine_service_pb2.ScorePromptRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_engine_service_pb2.ScorePromptResponse, _abc.Awaitable[_engine_service_pb2.ScorePromptResponse]]:
+        """Returns the log-probs of a prompt's tokens, computed between two decode steps."""
 
 def add_EngineServiceServicer_to_server(servicer: EngineServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n)reflux/inference_gateway/v1/replica.proto\x12\x1breflux.inference_gateway.v1\"\xe2\x03\n\x07Replica\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x10\n\x08model_id\x18\x02 \x01(\t\x12\x14\n\x0cgrpc_address\x18\x03 \x01(\t\x12\x10\n\x08http_url\x18\x04 \x01(\t\x12\x37\n\x04role\x18\x05 \x01(\x0e\x32).reflux.inference_gateway.v1.Replica.Role\x12\x0f\n\x07version\x18\x06 \x01(\x03\x12\r\n\x05\x65poch\x18\x07 \x01(\x03\x12\x11\n\tsequences\x18\x08 \x01(\r\x12\x16\n\x0epending_tokens\x18\t \x01(\x04\x12\x10\n\x08\x63\x61pacity\x18\n \x01(\r\x12\x39\n\x05state\x18\x0b \x01(\x0e\x32*.reflux.inference_gateway.v1.Replica.State\x12\x0c\n\x04node\x18\x0c \x01(\t\x12\x0b\n\x03run\x18\r \x01(\t\"N\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\r\n\tROLE_BOTH\x10\x01\x12\x10\n\x0cROLE_PREFILL\x10\x02\x12\x0f\n\x0bROLE_DECODE\x10\x03\"S\n\x05State\x12\x15\n\x11STATE_UNSPECIFIED\x10\x00\x12\x0f\n\x0bSTATE_READY\x10\x01\x12\x12\n\x0eSTATE_DRAINING\x10\x02\x12\x0e\n\nSTATE_LOST\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n)reflux/inference_gateway/v1/replica.proto\x12\x1breflux.inference_gateway.v1\"\x8d\x05\n\x07Replica\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x10\n\x08model_id\x18\x02 \x01(\t\x12\x14\n\x0cgrpc_address\x18\x03 \x01(\t\x12\x10\n\x08http_url\x18\x04 \x01(\t\x12\x37\n\x04role\x18\x05 \x01(\x0e\x32).reflux.inference_gateway.v1.Replica.Role\x12\x0f\n\x07version\x18\x06 \x01(\x03\x12\r\n\x05\x65poch\x18\x07 \x01(\x03\x12\x11\n\tsequences\x18\x08 \x01(\r\x12\x16\n\x0epending_tokens\x18\t \x01(\x04\x12\x10\n\x08\x63\x61pacity\x18\n \x01(\r\x12\x39\n\x05state\x18\x0b \x01(\x0e\x32*.reflux.inference_gateway.v1.Replica.State\x12\x0c\n\x04node\x18\x0c \x01(\t\x12\x0b\n\x03run\x18\r \x01(\t\x12;\n\x06health\x18\x0e \x01(\x0e\x32+.reflux.inference_gateway.v1.Replica.Health\x12\x15\n\rhealth_reason\x18\x0f \x01(\t\x12\x0e\n\x06\x65ngine\x18\x10 \x01(\t\"N\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\r\n\tROLE_BOTH\x10\x01\x12\x10\n\x0cROLE_PREFILL\x10\x02\x12\x0f\n\x0bROLE_DECODE\x10\x03\"E\n\x06Health\x12\x16\n\x12HEALTH_UNSPECIFIED\x10\x00\x12\r\n\tHEALTH_OK\x10\x01\x12\x14\n\x10HEALTH_UNHEALTHY\x10\x02\"S\n\x05State\x12\x15\n\x11STATE_UNSPECIFIED\x10\x00\x12\x0f\n\x0bSTATE_READY\x10\x01\x12\x12\n\x0eSTATE_DRAINING\x10\x02\x12\x0e\n\nSTATE_LOST\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,9 +32,11 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'reflux.inference_gateway.v1
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_REPLICA']._serialized_start=75
-  _globals['_REPLICA']._serialized_end=557
-  _globals['_REPLICA_ROLE']._serialized_start=394
-  _globals['_REPLICA_ROLE']._serialized_end=472
-  _globals['_REPLICA_STATE']._serialized_start=474
-  _globals['_REPLICA_STATE']._serialized_end=557
+  _globals['_REPLICA']._serialized_end=728
+  _globals['_REPLICA_ROLE']._serialized_start=494
+  _globals['_REPLICA_ROLE']._serialized_end=572
+  _globals['_REPLICA_HEALTH']._serialized_start=574
+  _globals['_REPLICA_HEALTH']._serialized_end=643
+  _globals['_REPLICA_STATE']._serialized_start=645
+  _globals['_REPLICA_STATE']._serialized_end=728
 # @@protoc_insertion_point(module_scope)

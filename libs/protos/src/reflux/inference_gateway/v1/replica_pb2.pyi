@@ -50,6 +50,29 @@ class Replica(_message.Message):
     ROLE_DECODE: Replica.Role.ValueType  # 3
     """Decode only."""
 
+    class _Health:
+        ValueType = _typing.NewType("ValueType", _builtins.int)
+        V: _TypeAlias = ValueType  # noqa: Y015
+
+    class _HealthEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[Replica._Health.ValueType], _builtins.type):
+        DESCRIPTOR: _descriptor.EnumDescriptor
+        HEALTH_UNSPECIFIED: Replica._Health.ValueType  # 0
+        """It did not say; counts as OK."""
+        HEALTH_OK: Replica._Health.ValueType  # 1
+        """Takes requests."""
+        HEALTH_UNHEALTHY: Replica._Health.ValueType  # 2
+        """Must not get requests: its weights are a mixture, or it computes something else than the learner."""
+
+    class Health(_Health, metaclass=_HealthEnumTypeWrapper):
+        """Whether a replica's answers can be trusted, in its own words."""
+
+    HEALTH_UNSPECIFIED: Replica.Health.ValueType  # 0
+    """It did not say; counts as OK."""
+    HEALTH_OK: Replica.Health.ValueType  # 1
+    """Takes requests."""
+    HEALTH_UNHEALTHY: Replica.Health.ValueType  # 2
+    """Must not get requests: its weights are a mixture, or it computes something else than the learner."""
+
     class _State:
         ValueType = _typing.NewType("ValueType", _builtins.int)
         V: _TypeAlias = ValueType  # noqa: Y015
@@ -90,6 +113,9 @@ class Replica(_message.Message):
     STATE_FIELD_NUMBER: _builtins.int
     NODE_FIELD_NUMBER: _builtins.int
     RUN_FIELD_NUMBER: _builtins.int
+    HEALTH_FIELD_NUMBER: _builtins.int
+    HEALTH_REASON_FIELD_NUMBER: _builtins.int
+    ENGINE_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Format: replicas/{replica}; chosen by the replica, stable over re-registration of one process."""
     model_id: _builtins.str
@@ -116,6 +142,12 @@ class Replica(_message.Message):
     """Topology path of its node, when known."""
     run: _builtins.str
     """Run that owns the replica; empty when it is shared."""
+    health: Global___Replica.Health.ValueType
+    """Whether requests may go to it, whatever its state."""
+    health_reason: _builtins.str
+    """Why it is unhealthy."""
+    engine: _builtins.str
+    """What computes: "torch", "vllm", "sglang"; empty when it did not say."""
     def __init__(
         self,
         *,
@@ -132,10 +164,13 @@ class Replica(_message.Message):
         state: Global___Replica.State.ValueType = ...,
         node: _builtins.str = ...,
         run: _builtins.str = ...,
+        health: Global___Replica.Health.ValueType = ...,
+        health_reason: _builtins.str = ...,
+        engine: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity", b"capacity", "epoch", b"epoch", "grpc_address", b"grpc_address", "http_url", b"http_url", "model_id", b"model_id", "name", b"name", "node", b"node", "pending_tokens", b"pending_tokens", "role", b"role", "run", b"run", "sequences", b"sequences", "state", b"state", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity", b"capacity", "engine", b"engine", "epoch", b"epoch", "grpc_address", b"grpc_address", "health", b"health", "health_reason", b"health_reason", "http_url", b"http_url", "model_id", b"model_id", "name", b"name", "node", b"node", "pending_tokens", b"pending_tokens", "role", b"role", "run", b"run", "sequences", b"sequences", "state", b"state", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

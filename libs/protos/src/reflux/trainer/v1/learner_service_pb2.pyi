@@ -429,6 +429,7 @@ class PublishWeightsRequest(_message.Message):
     MODEL_ID_FIELD_NUMBER: _builtins.int
     SYNC_TIMEOUT_SECONDS_FIELD_NUMBER: _builtins.int
     MIN_REPLICAS_FIELD_NUMBER: _builtins.int
+    PROBE_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Client-chosen UUID that makes retries safe."""
     model_id: _builtins.str
@@ -437,6 +438,10 @@ class PublishWeightsRequest(_message.Message):
     """Seconds until the sync is given up."""
     min_replicas: _builtins.int
     """Replicas that must take part."""
+    @_builtins.property
+    def probe_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Prompt whose log-probs learner and replicas compare under this version; empty compares nothing."""
+
     def __init__(
         self,
         *,
@@ -444,10 +449,11 @@ class PublishWeightsRequest(_message.Message):
         model_id: _builtins.str = ...,
         sync_timeout_seconds: _builtins.float = ...,
         min_replicas: _builtins.int = ...,
+        probe_token_ids: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["min_replicas", b"min_replicas", "model_id", b"model_id", "request_id", b"request_id", "sync_timeout_seconds", b"sync_timeout_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["min_replicas", b"min_replicas", "model_id", b"model_id", "probe_token_ids", b"probe_token_ids", "request_id", b"request_id", "sync_timeout_seconds", b"sync_timeout_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -464,6 +470,7 @@ class PublishWeightsResponse(_message.Message):
     STAGE_SECONDS_FIELD_NUMBER: _builtins.int
     SYNC_SECONDS_FIELD_NUMBER: _builtins.int
     BYTES_FIELD_NUMBER: _builtins.int
+    FINGERPRINT_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     """Weight version."""
     epoch: _builtins.int
@@ -474,6 +481,8 @@ class PublishWeightsResponse(_message.Message):
     """Seconds from BeginVersion to committed."""
     bytes: _builtins.int
     """Bytes of the weights."""
+    fingerprint: _builtins.int
+    """Fingerprint of the published weights, which all replicas have reported too."""
     def __init__(
         self,
         *,
@@ -482,10 +491,11 @@ class PublishWeightsResponse(_message.Message):
         stage_seconds: _builtins.float = ...,
         sync_seconds: _builtins.float = ...,
         bytes: _builtins.int = ...,
+        fingerprint: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "epoch", b"epoch", "stage_seconds", b"stage_seconds", "sync_seconds", b"sync_seconds", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "epoch", b"epoch", "fingerprint", b"fingerprint", "stage_seconds", b"stage_seconds", "sync_seconds", b"sync_seconds", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

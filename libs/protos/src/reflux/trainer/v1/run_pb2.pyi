@@ -592,6 +592,8 @@ class FleetConfig(_message.Message):
     TRANSPORT_FIELD_NUMBER: _builtins.int
     SYNC_TIMEOUT_SECONDS_FIELD_NUMBER: _builtins.int
     WEIGHT_DTYPE_FIELD_NUMBER: _builtins.int
+    WEIGHT_MODE_FIELD_NUMBER: _builtins.int
+    PROBE_EVERY_FIELD_NUMBER: _builtins.int
     engines: _builtins.int
     """Inference replicas."""
     rollout_workers: _builtins.int
@@ -602,6 +604,10 @@ class FleetConfig(_message.Message):
     """Seconds that one weight sync may take."""
     weight_dtype: _builtins.str
     """Type of the weights that replicas get and compute in: "float32" or "bfloat16"."""
+    weight_mode: _builtins.str
+    """How replicas take new weights: "swap", "in_place" or "auto"."""
+    probe_every: _builtins.int
+    """Versions between two comparisons of a probe prompt's log-probs; 0 compares none."""
     def __init__(
         self,
         *,
@@ -610,13 +616,17 @@ class FleetConfig(_message.Message):
         transport: _builtins.str | None = ...,
         sync_timeout_seconds: _builtins.float | None = ...,
         weight_dtype: _builtins.str | None = ...,
+        weight_mode: _builtins.str | None = ...,
+        probe_every: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_engines", b"_engines", "_rollout_workers", b"_rollout_workers", "_sync_timeout_seconds", b"_sync_timeout_seconds", "_transport", b"_transport", "_weight_dtype", b"_weight_dtype", "engines", b"engines", "rollout_workers", b"rollout_workers", "sync_timeout_seconds", b"sync_timeout_seconds", "transport", b"transport", "weight_dtype", b"weight_dtype"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_engines", b"_engines", "_probe_every", b"_probe_every", "_rollout_workers", b"_rollout_workers", "_sync_timeout_seconds", b"_sync_timeout_seconds", "_transport", b"_transport", "_weight_dtype", b"_weight_dtype", "_weight_mode", b"_weight_mode", "engines", b"engines", "probe_every", b"probe_every", "rollout_workers", b"rollout_workers", "sync_timeout_seconds", b"sync_timeout_seconds", "transport", b"transport", "weight_dtype", b"weight_dtype", "weight_mode", b"weight_mode"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_engines", b"_engines", "_rollout_workers", b"_rollout_workers", "_sync_timeout_seconds", b"_sync_timeout_seconds", "_transport", b"_transport", "_weight_dtype", b"_weight_dtype", "engines", b"engines", "rollout_workers", b"rollout_workers", "sync_timeout_seconds", b"sync_timeout_seconds", "transport", b"transport", "weight_dtype", b"weight_dtype"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_engines", b"_engines", "_probe_every", b"_probe_every", "_rollout_workers", b"_rollout_workers", "_sync_timeout_seconds", b"_sync_timeout_seconds", "_transport", b"_transport", "_weight_dtype", b"_weight_dtype", "_weight_mode", b"_weight_mode", "engines", b"engines", "probe_every", b"probe_every", "rollout_workers", b"rollout_workers", "sync_timeout_seconds", b"sync_timeout_seconds", "transport", b"transport", "weight_dtype", b"weight_dtype", "weight_mode", b"weight_mode"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__engines: _TypeAlias = _typing.Literal["engines"]  # noqa: Y015
     _WhichOneofArgType__engines: _TypeAlias = _typing.Literal["_engines", b"_engines"]  # noqa: Y015
+    _WhichOneofReturnType__probe_every: _TypeAlias = _typing.Literal["probe_every"]  # noqa: Y015
+    _WhichOneofArgType__probe_every: _TypeAlias = _typing.Literal["_probe_every", b"_probe_every"]  # noqa: Y015
     _WhichOneofReturnType__rollout_workers: _TypeAlias = _typing.Literal["rollout_workers"]  # noqa: Y015
     _WhichOneofArgType__rollout_workers: _TypeAlias = _typing.Literal["_rollout_workers", b"_rollout_workers"]  # noqa: Y015
     _WhichOneofReturnType__sync_timeout_seconds: _TypeAlias = _typing.Literal["sync_timeout_seconds"]  # noqa: Y015
@@ -625,8 +635,12 @@ class FleetConfig(_message.Message):
     _WhichOneofArgType__transport: _TypeAlias = _typing.Literal["_transport", b"_transport"]  # noqa: Y015
     _WhichOneofReturnType__weight_dtype: _TypeAlias = _typing.Literal["weight_dtype"]  # noqa: Y015
     _WhichOneofArgType__weight_dtype: _TypeAlias = _typing.Literal["_weight_dtype", b"_weight_dtype"]  # noqa: Y015
+    _WhichOneofReturnType__weight_mode: _TypeAlias = _typing.Literal["weight_mode"]  # noqa: Y015
+    _WhichOneofArgType__weight_mode: _TypeAlias = _typing.Literal["_weight_mode", b"_weight_mode"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__engines) -> _WhichOneofReturnType__engines | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__probe_every) -> _WhichOneofReturnType__probe_every | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__rollout_workers) -> _WhichOneofReturnType__rollout_workers | None: ...
     @_typing.overload
@@ -635,6 +649,8 @@ class FleetConfig(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__transport) -> _WhichOneofReturnType__transport | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__weight_dtype) -> _WhichOneofReturnType__weight_dtype | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__weight_mode) -> _WhichOneofReturnType__weight_mode | None: ...
 
 Global___FleetConfig: _TypeAlias = FleetConfig  # noqa: Y015
 
