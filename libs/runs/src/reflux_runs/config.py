@@ -14,6 +14,7 @@ Algorithm = Literal["grpo", "dr_grpo", "rloo", "leave_one_out"]
 Loss = Literal["ppo", "dual_clip", "reinforce", "cispo", "gspo", "importance_sampling"]
 Transport = Literal["shm", "ucx"]
 WeightDtype = Literal["float32", "bfloat16"]
+WeightMode = Literal["auto", "swap", "in_place"]
 
 
 class _Section(BaseModel):
@@ -182,6 +183,15 @@ class FleetConfig(_Section):
 
     weight_dtype: WeightDtype = "float32"
     """Type of the weights that replicas get and compute in; `bfloat16` halves the bytes of a sync and the memory."""
+
+    weight_mode: WeightMode = "auto"
+    """How replicas take new weights. `swap` keeps a second copy, and decoding pauses for an exchange of pointers;
+    `in_place` writes over the only copy, and decoding pauses for the transfer. `auto` takes `swap` where two copies and
+    the KV cache fit the memory."""
+
+    probe_every: CountOrZero = 0
+    """Weight syncs from one comparison of learner and replicas to the next: all of them score one prompt, and a replica
+    whose log-probs differ gets no more requests. 0 compares never."""
 
 
 class RunConfig(_Section):

@@ -23,8 +23,8 @@ from reflux_trainer.journal import Journal
 from reflux_trainer.learner_client import LearnerClient, ModelSource
 from reflux_trainer.parts import Parts
 from reflux_trainer.peers import Peers
-from reflux_trainer.problems import catalog, evaluation_tasks, fingerprint, with_prompt
-from reflux_trainer.publish import Publisher
+from reflux_trainer.problems import catalog, evaluation_tasks, fingerprint, question, with_prompt
+from reflux_trainer.publish import Probe, Publisher
 from reflux_trainer.queue.groups import GroupQueue
 from reflux_trainer.queue.ledger import Cursor, Ledger
 from reflux_trainer.records import RunRecord
@@ -113,7 +113,7 @@ class Assembly:
                 ledger=self._ledger,
                 queue=self._queue,
                 learner=learner,
-                publisher=self._publisher(learner, tasks),
+                publisher=self._publisher(learner, codec, tasks),
                 checkpoints=checkpoints,
                 evaluator=self._evaluator(codec, verifications, tasks),
                 journal=self._journal,
@@ -142,9 +142,12 @@ class Assembly:
             checkpoints.scrub,
         )
 
-    def _publisher(self, learner: LearnerClient, tasks: asyncio.TaskGroup) -> Publisher:
-        timeout = self._record.config.fleet.sync_timeout_seconds
-        return Publisher(learner, self._peers.broker, tasks, self._waits, self._record.run, timeout)
+    def _publisher(self, learner: LearnerClient, codec: Codec, tasks: asyncio.TaskGroup) -> Publisher:
+        fleet, probe = self._record.config.fleet, Probe()
+        if fleet.probe_every:
+            probe = Probe(fleet.probe_every, tuple(codec.encode(question(self._task, "train", 0).prompt_text)))
+        run, timeout = self._record.run, fleet.sync_timeout_seconds
+        return Publisher(learner, self._peers.broker, tasks, self._waits, run, timeout, probe)
 
     def _evaluator(self, codec: Codec, verifications: Verifications, tasks: asyncio.TaskGroup) -> Evaluator:
         run, config = self._record.run, self._record.config

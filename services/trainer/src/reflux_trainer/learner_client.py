@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
@@ -119,7 +119,9 @@ class LearnerClient:
         # A restore that a publish or a save began may end after a later operation was acknowledged.
         self.op_id = max(self.op_id, op_id)
 
-    async def publish(self, sync_timeout_seconds: float, request_id: str) -> pb.PublishWeightsResponse:
+    async def publish(
+        self, sync_timeout_seconds: float, request_id: str, probe_token_ids: Sequence[int] = ()
+    ) -> pb.PublishWeightsResponse:
         """Distributes the present weights. Raises LearnerFailed with the receiver's text.
 
         The replicas have the timeout to prepare and again to commit. The same `request_id` joins a call that is still
@@ -130,6 +132,7 @@ class LearnerClient:
             model_id=self._source.model_id,
             sync_timeout_seconds=sync_timeout_seconds,
             min_replicas=1,
+            probe_token_ids=probe_token_ids,
         )
         seconds = 2 * sync_timeout_seconds + _PUBLISH_SLACK_SECONDS
         return await self._call(lambda stub: stub.PublishWeights(request, timeout=seconds))

@@ -86,6 +86,7 @@ class RunProcesses:
             "REFLUX_ENGINE_MODEL": str(self._model_folder.resolve()),
             "REFLUX_ENGINE_MODEL_ID": self._run,
             "REFLUX_ENGINE_DTYPE": self._config.fleet.weight_dtype,
+            "REFLUX_ENGINE_WEIGHT_MODE": self._config.fleet.weight_mode,
             "REFLUX_TRANSPORT": self._config.fleet.transport,
         }
         if settings.stack_secret:

@@ -43,6 +43,18 @@ class Sync:
     """Longest pause of a replica."""
 
 
+@dataclass(frozen=True)
+class Probe:
+    """Prompt that learner and replicas score at every `every`-th version, the first one included; 0 is never."""
+
+    every: int = 0
+    token_ids: tuple[int, ...] = ()
+
+    def of(self, number: int) -> tuple[int, ...]:
+        """The prompt for publish `number`, from 0; empty when it compares nothing."""
+        return self.token_ids if self.every and number % self.every == 0 else ()
+
+
 class Publisher:
     """At most one version is under way. Failures surface in `settled`, and end the task group that owns the tasks."""
 
@@ -54,6 +66,7 @@ class Publisher:
         waits: Waits,
         model_id: str,
         sync_timeout_seconds: float,
+        probe: Probe,
     ) -> None:
         self._learner = learner
         self._broker = broker
@@ -61,6 +74,8 @@ class Publisher:
         self._waits = waits
         self._model_id = model_id
         self._timeout = sync_timeout_seconds
+        self._probe = probe
+        self._number = 0
         self._running: asyncio.Task[None] | None = None
         self.last: Sync | None = None
 
@@ -79,7 +94,8 @@ class Publisher:
                     await asyncio.Event().wait()
 
     async def _publish(self, on_commit: Callable[[int], Awaitable[None]]) -> None:
-        answer = await self._publish_twice()
+        answer = await self._publish_twice(self._probe.of(self._number))
+        self._number += 1
         await on_commit(answer.version)
         replicas, pause_ms = await self._replicas()
         self.last = Sync(
@@ -93,11 +109,11 @@ class Publisher:
             pause_ms=pause_ms,
         )
 
-    async def _publish_twice(self) -> learner_pb.PublishWeightsResponse:
+    async def _publish_twice(self, probe_token_ids: tuple[int, ...]) -> learner_pb.PublishWeightsResponse:
         failures, end, request_id = 0, time.monotonic() + self._timeout, str(uuid4())
         while True:
             try:
-                return await self._learner.publish(self._timeout, request_id)
+                return await self._learner.publish(self._timeout, request_id, probe_token_ids)
             except LearnerFailed as error:
                 # A broker that restarts is waited for; a receiver that refuses gets one more chance.
                 failures += not error.transient

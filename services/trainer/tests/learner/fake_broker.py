@@ -1,26 +1,41 @@
-"""A broker with one replica inside: it pulls what is published, verifies it, and commits or aborts."""
+"""A broker with one replica inside: it follows what is published, verifies it, and commits or aborts."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
-from typing import Any
+from contextlib import closing
+from typing import Any, ClassVar
 
 import grpc
-import numpy as np
+import torch
 
 from reflux.weight_broker.v1 import weight_broker_service_pb2 as pb
+from reflux.weight_broker.v1 import weight_layout_pb2 as layout_pb
 from reflux.weight_broker.v1.weight_broker_service_pb2_grpc import (
     WeightBrokerServiceServicer,
     add_WeightBrokerServiceServicer_to_server,
 )
 from reflux.weight_broker.v1.weight_version_pb2 import WeightVersion
+from reflux_kit.errors import WrongState
 from reflux_kit.server import Mount
-from reflux_transfer.layout import Layout, TensorSlot
-from reflux_transfer.pull import Slice, pull
+from reflux_transfer.arenas.replica import ReplicaArenas
+from reflux_transfer.client import wire
+from reflux_transfer.client.layouts import from_message
+from reflux_transfer.client.offer import Offer, Route, layout_of_rank
+from reflux_transfer.client.swap import SwapReceiver
 from reflux_transfer.registry import open_backend
+from reflux_weightplan.spec import SpecLayout
+from reflux_weightplan.wire import layout_hash
+
+
+class UnknownLayout(WrongState):
+    """Asks for the layout."""
+
+    reason: ClassVar[str] = "UNKNOWN_LAYOUT"
 
 
 class FakeBroker(WeightBrokerServiceServicer):
-    """Commits every version, or aborts it when `refuse` is set; waits for `gate` before it pulls."""
+    """Commits every version, or aborts it when `refuse` is set; waits for `gate` before it does."""
 
     def __init__(self) -> None:
         self.gate = asyncio.Event()
@@ -28,8 +43,10 @@ class FakeBroker(WeightBrokerServiceServicer):
         self.arrived = asyncio.Event()
         self.refuse = ""
         self.begun: list[pb.BeginVersionRequest] = []
-        self.weights: dict[str, np.ndarray] = {}
-        self._versions: dict[int, WeightVersion] = {}
+        self.probes: list[pb.ReportProbeRequest] = []
+        self.weights: dict[str, torch.Tensor] = {}
+        self._layouts: dict[str, SpecLayout] = {}
+        self._pulls: dict[int, asyncio.Task[int]] = {}
 
     def mount(self) -> Mount:
         name = pb.DESCRIPTOR.services_by_name["WeightBrokerService"].full_name
@@ -39,44 +56,58 @@ class FakeBroker(WeightBrokerServiceServicer):
         await context.abort(grpc.StatusCode.NOT_FOUND, "no version yet")
         raise AssertionError
 
+    async def PutLayout(self, request_iterator: AsyncIterator[pb.PutLayoutRequest], context: Any) -> Any:
+        data = b"".join([part.chunk async for part in request_iterator])
+        layout = from_message(layout_pb.WeightLayout.FromString(data))
+        self._layouts[layout_hash(layout)] = layout
+        return pb.PutLayoutResponse(hash=layout_hash(layout))
+
     async def BeginVersion(self, request: pb.BeginVersionRequest, context: Any) -> pb.BeginVersionResponse:
-        self.arrived.set()
-        await self.gate.wait()
+        if request.layout_hash not in self._layouts:
+            raise UnknownLayout(request.layout_hash)
         self.begun.append(request)
         epoch = len(self.begun)
-        state = WeightVersion.STATE_ABORTED if self.refuse else WeightVersion.STATE_COMMITTED
-        self._versions[epoch] = WeightVersion(
-            model_id=request.model_id, version=request.version, epoch=epoch, state=state, error=self.refuse
-        )
-        if not self.refuse:
-            self.weights = await asyncio.to_thread(_pulled, request)
+        pulling = self._pulled(request, epoch, self._layouts[request.layout_hash])
+        self._pulls[epoch] = asyncio.create_task(pulling)
         begun = WeightVersion(model_id=request.model_id, version=request.version, epoch=epoch)
         return pb.BeginVersionResponse(version=begun)
 
     async def WatchVersion(
         self, request: pb.WatchVersionRequest, context: Any
     ) -> AsyncIterator[pb.WatchVersionResponse]:
-        yield pb.WatchVersionResponse(version=self._versions[request.epoch])
+        begun = self.begun[request.epoch - 1]
+        fingerprint = await self._pulls[request.epoch]
+        self.arrived.set()
+        await self.gate.wait()
+        state = WeightVersion.STATE_ABORTED if self.refuse else WeightVersion.STATE_COMMITTED
+        yield pb.WatchVersionResponse(
+            version=WeightVersion(
+                model_id=begun.model_id,
+                version=begun.version,
+                epoch=request.epoch,
+                state=state,
+                error=self.refuse,
+                fingerprint=fingerprint,
+            )
+        )
 
+    async def ReportProbe(self, request: pb.ReportProbeRequest, context: Any) -> pb.ReportProbeResponse:
+        self.probes.append(request)
+        return pb.ReportProbeResponse()
 
-def _pulled(request: pb.BeginVersionRequest) -> dict[str, np.ndarray]:
-    slots = [
-        TensorSlot(slot.name, tuple(slot.shape), slot.dtype, slot.offset_bytes, slot.length_bytes)
-        for slot in request.layout
-    ]
-    layout = Layout(tuple(slots))
-    pieces = list(layout.pieces(request.slice_bytes))
-    slices = [
-        Slice(piece.slot.name, piece.slot.offset + piece.start, piece.slot.offset + piece.start, piece.length, checksum)
-        for piece, checksum in zip(pieces, request.checksums, strict=True)
-    ]
-    backend = open_backend(request.transport)
-    local, remote = backend.allocate(layout.region_bytes), backend.open(request.region_handle)
-    pull(backend, remote, local, slices, deadline_seconds=10.0)
-    weights = {
-        slot.name: np.frombuffer(bytes(local.view[slot.offset : slot.end]), np.float32).reshape(slot.shape)
-        for slot in slots
-    }
-    backend.release(remote)
-    backend.close()
-    return weights
+    async def _pulled(self, request: pb.BeginVersionRequest, epoch: int, spec: SpecLayout) -> int:
+        layout, shapes = layout_of_rank(spec, 0), {tensor.name: tensor.shape for tensor in spec.tensors}
+        regions = tuple(wire.from_region(region) for region in request.regions)
+        offer = Offer(request.version, epoch, "full", regions, Route(spec, spec, 0), time.monotonic() + 20.0, 20.0)
+        with closing(open_backend("shm")) as backend, closing(ReplicaArenas(layout, backend=backend)) as arenas:
+            receiver = SwapReceiver(arenas)
+            prepared = await receiver.prepare(offer, lambda: False)
+            await receiver.close()
+            buffer = arenas.view(arenas.shadow_index)
+            self.weights = {
+                slot.name: torch.frombuffer(
+                    bytearray(buffer[slot.offset : slot.end]), dtype=getattr(torch, slot.dtype)
+                ).view(shapes[slot.name])
+                for slot in layout.slots
+            }
+        return prepared.fingerprint

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-import numpy as np
 import pytest
 import torch
+import xxhash
 
 from reflux.trainer.v1 import learner_service_pb2 as pb
 from reflux.trainer.v1.learner_service_pb2_grpc import LearnerServiceStub, add_LearnerServiceServicer_to_server
@@ -19,6 +19,7 @@ from reflux_kit.channel import open_channel
 from reflux_kit.errors import reason_of
 from reflux_kit.server import Mount, Service, running
 from reflux_kit.settings import ServiceSettings
+from reflux_model.training import logprobs
 from reflux_trainer.learner.core import Learner
 from reflux_trainer.learner.host import LearnerHost
 from reflux_trainer.learner.servicer import SERVICE_NAME, LearnerServicer
@@ -42,10 +43,11 @@ class World:
     folder: Path
     store_url: str
 
-    async def create(self, transport: str = "shm") -> None:
-        await self.stub.CreateModel(
-            pb.CreateModelRequest(model_id=MODEL, path=str(self.folder), seed=1, transport=transport)
+    async def create(self, transport: str = "shm", weight_dtype: str = "") -> None:
+        request = pb.CreateModelRequest(
+            model_id=MODEL, path=str(self.folder), seed=1, transport=transport, weight_dtype=weight_dtype
         )
+        await self.stub.CreateModel(request)
 
     async def step(self, op_id: int) -> pb.OptimStepResponse:
         """ForwardBackward `op_id` and OptimStep `op_id + 1`."""
@@ -169,10 +171,10 @@ async def test_published_weights_arrive_bit_for_bit(tmp_path: Path, transport: s
         request = pb.PublishWeightsRequest(request_id="a", model_id=MODEL, sync_timeout_seconds=20, min_replicas=1)
         answer = await w.stub.PublishWeights(request)
         assert (answer.version, answer.epoch) == (1, 1)
-        assert answer.bytes == 4 * sum(array.size for array in w.broker.weights.values())
+        assert answer.bytes == 4 * sum(tensor.numel() for tensor in w.broker.weights.values())
         assert w.host.session is not None
         for name, tensor in w.host.session.learner.params.items():
-            assert np.array_equal(w.broker.weights[name], tensor.detach().numpy())
+            assert torch.equal(w.broker.weights[name], tensor)
         assert await w.stub.PublishWeights(request) == answer
         assert len(w.broker.begun) == 1
 
@@ -182,7 +184,7 @@ async def test_training_goes_on_during_a_publish_and_does_not_touch_it(tmp_path:
         await w.create()
         await w.step(1)
         assert w.host.session is not None
-        published = {name: t.detach().numpy().copy() for name, t in w.host.session.learner.params.items()}
+        published = {name: tensor.detach().clone() for name, tensor in w.host.session.learner.params.items()}
         w.broker.gate.clear()
         request = pb.PublishWeightsRequest(request_id="a", model_id=MODEL, sync_timeout_seconds=20)
         call = asyncio.ensure_future(w.stub.PublishWeights(request))
@@ -190,7 +192,52 @@ async def test_training_goes_on_during_a_publish_and_does_not_touch_it(tmp_path:
         assert (await w.step(3)).version == 2
         w.broker.gate.set()
         assert (await call).version == 1
-        assert all(np.array_equal(w.broker.weights[name], array) for name, array in published.items())
+        assert all(torch.equal(w.broker.weights[name], tensor) for name, tensor in published.items())
+
+
+async def test_bfloat16_is_rounded_to_nearest_even_and_half_as_long(tmp_path: Path) -> None:
+    async with world(tmp_path) as w:
+        await w.create(weight_dtype="bfloat16")
+        await w.step(1)
+        request = pb.PublishWeightsRequest(request_id="a", model_id=MODEL, sync_timeout_seconds=20)
+        answer = await w.stub.PublishWeights(request)
+        assert answer.bytes == 2 * sum(tensor.numel() for tensor in w.broker.weights.values())
+        assert w.host.session is not None
+        rounded = {name: tensor.detach().to(torch.bfloat16) for name, tensor in w.host.session.learner.params.items()}
+        assert all(torch.equal(w.broker.weights[name], tensor) for name, tensor in rounded.items())
+        assert answer.fingerprint == fingerprint_of(rounded)
+
+
+def fingerprint_of(params: dict[str, torch.Tensor]) -> int:
+    """By its definition: every tensor cut at 4 MiB, the checksums of the parts hashed in their order."""
+    data = [bytes(tensor.flatten().view(torch.uint8).numpy()) for tensor in params.values()]
+    parts = [part[start : start + (4 << 20)] for part in data for start in range(0, len(part), 4 << 20)]
+    return xxhash.xxh3_64_intdigest(b"".join(xxhash.xxh3_64_intdigest(part).to_bytes(8, "little") for part in parts))
+
+
+async def test_the_learner_scores_the_probe_prompt_under_the_published_weights(tmp_path: Path) -> None:
+    async with world(tmp_path) as w:
+        await w.create()
+        await w.step(1)
+        request = pb.PublishWeightsRequest(request_id="a", model_id=MODEL, probe_token_ids=[3, 4, 5, 6])
+        answer = await w.stub.PublishWeights(request)
+        assert list(w.broker.begun[0].probe_token_ids) == [3, 4, 5, 6]
+        (probe,) = w.broker.probes
+        assert (probe.epoch, probe.replica) == (answer.epoch, "")
+        assert w.host.session is not None
+        with torch.no_grad():
+            (expected,) = logprobs(w.broker.weights, w.host.session.learner.config, [[3]], [[[4, 5, 6]]])
+        assert list(probe.logprobs) == pytest.approx(expected.tolist(), abs=1e-5)
+
+
+@pytest.mark.parametrize("ids", [[3], [3, 4_000_000]])
+async def test_a_probe_prompt_that_does_not_fit_the_model_is_refused(tmp_path: Path, ids: list[int]) -> None:
+    async with world(tmp_path) as w:
+        await w.create()
+        request = pb.PublishWeightsRequest(request_id="a", model_id=MODEL, probe_token_ids=ids)
+        error = await refusal(w.stub.PublishWeights(request))
+        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert "probe_token_ids" in (error.details() or "")
 
 
 async def test_an_aborted_version_is_an_error_with_the_brokers_text(tmp_path: Path) -> None:

@@ -59,7 +59,7 @@ class EngineLoop:
         self._swapped: Future[float] | None = None
         """Whoever waits for the first decode step after a swap."""
         self.writes = 0
-        """Grows whenever weights begin or end to be written or exchanged."""
+        """Grows when weights begin and when they end to be written or exchanged: odd meanwhile."""
 
         self._snapshot = self._measure()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -180,16 +180,16 @@ class EngineLoop:
     def _exchange(self, weights: Weights, fill: Callable[[], None] | None, done: "Future[float]") -> None:
         self._settle()
         self.writes += 1
-        if fill is not None:
-            try:
+        try:
+            if fill is not None:
                 fill()
-            except Exception as error:  # task boundary: whoever asked for the swap decides what follows
-                self._spoil(f"the weights are a mixture of versions, new ones did not arrive: {error}")
-                done.set_exception(error)
-                return
-        self._unfit, self._swapped = None, done
-        self._core.swap(weights)
-        self.writes += 1
+            self._unfit, self._swapped = None, done
+            self._core.swap(weights)
+        except Exception as error:  # task boundary: whoever asked for the swap decides what follows
+            self._spoil(f"the weights are a mixture of versions, new ones did not arrive: {error}")
+            done.set_exception(error)
+        finally:
+            self.writes += 1
 
     def _spoil(self, reason: str) -> None:
         """Ends all requests without their samples: who asked may ask another replica."""

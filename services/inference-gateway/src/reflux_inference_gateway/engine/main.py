@@ -4,21 +4,23 @@ import gc
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 
 import torch
 
 from reflux.inference_gateway.v1.engine_service_pb2_grpc import add_EngineServiceServicer_to_server
 from reflux_inference_gateway.engine import metrics
-from reflux_inference_gateway.engine.core import EngineCore, Event, Weights
+from reflux_inference_gateway.engine.core import CoreOptions, EngineCore, Event
+from reflux_inference_gateway.engine.holding import Holding, holding, layout_of
 from reflux_inference_gateway.engine.http import EngineDoor
-from reflux_inference_gateway.engine.loading import core_options, load_model
+from reflux_inference_gateway.engine.loading import LoadedModel, core_options, load_model
 from reflux_inference_gateway.engine.loop import EngineLoop
 from reflux_inference_gateway.engine.registration import GatewayLink
 from reflux_inference_gateway.engine.replica import Description, Fatal
 from reflux_inference_gateway.engine.servicer import SERVICE_NAME, EngineServicer
 from reflux_inference_gateway.engine.settings import EngineSettings
 from reflux_inference_gateway.engine.types import ModelLimits
-from reflux_inference_gateway.engine.weights import following, probe_transfer
+from reflux_inference_gateway.engine.weights import Follower, following, probe_transfer
 from reflux_kit.server import Bound, Mount, Service, serve
 
 _GIL_SWITCH_SECONDS = 0.0005
@@ -33,7 +35,18 @@ async def build(settings: EngineSettings) -> AsyncIterator[Service]:
     model = load_model(settings)
     options = core_options(settings, model.config)
     model_id = settings.model_id or settings.run or model.folder.resolve().name
+    async with AsyncExitStack() as stack:
+        held = None
+        if settings.weights == "broker":
+            held = stack.enter_context(holding(settings, model.config, layout_of(model.weights.params), options))
+            model = replace(model, weights=held.adopt(model.weights.params))
+        yield await stack.enter_async_context(_running(settings, model, options, model_id, held))
 
+
+@asynccontextmanager
+async def _running(
+    settings: EngineSettings, model: LoadedModel, options: CoreOptions, model_id: str, held: Holding | None
+) -> AsyncIterator[Service]:
     def new_core(deliver: Callable[[str, Event], None]) -> EngineCore:
         return EngineCore(
             model.config,
@@ -51,13 +64,14 @@ async def build(settings: EngineSettings) -> AsyncIterator[Service]:
     limits = ModelLimits(vocab_size=model.config.vocab_size, max_model_len=options.max_model_len)
     describe = Description(settings, model_id, options, engine)
     link = GatewayLink(settings, describe)
+    follower = Follower(engine, held, describe, link.announce) if held else None
     metrics.observe(engine)
     door = EngineDoor(engine, model.tokenizer, limits, model_id, settings.stack_secret, settings.max_body_bytes)
     mount = Mount(EngineServicer(engine, limits, describe), add_EngineServiceServicer_to_server, SERVICE_NAME)
 
     def attend(bound: Bound) -> AbstractAsyncContextManager[None]:
         describe.bind(bound)
-        return _attended(settings, model_id, describe.name, engine, model.weights, link, fatal)
+        return _attended(settings, model_id, describe.name, follower, link, fatal)
 
     # The model stays for the life of the process; scanning it again and again costs tens of milliseconds.
     gc.collect()
@@ -73,15 +87,13 @@ async def _attended(
     settings: EngineSettings,
     model_id: str,
     replica: str,
-    engine: EngineLoop,
-    weights: Weights,
+    follower: Follower | None,
     link: GatewayLink,
     fatal: Fatal,
 ) -> AsyncIterator[None]:
     async with AsyncExitStack() as stack:
-        if settings.weights == "broker":
-            follower = following(settings, model_id, replica, engine, weights, link.announce, fatal)
-            await stack.enter_async_context(follower)
+        if follower is not None:
+            await stack.enter_async_context(following(settings, model_id, replica, follower, fatal))
         await stack.enter_async_context(link.running())
         yield
 

@@ -1,5 +1,6 @@
 """The gRPC face of the engine: translates messages, delegates to the loop."""
 
+import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from typing import Any
@@ -9,6 +10,7 @@ from reflux.inference_gateway.v1 import engine_service_pb2 as pb
 from reflux.inference_gateway.v1.engine_service_pb2_grpc import EngineServiceServicer
 from reflux.inference_gateway.v1.replica_pb2 import Replica as ReplicaMessage
 from reflux_inference_gateway.engine.loop import EngineLoop
+from reflux_inference_gateway.engine.probing import live_fingerprint
 from reflux_inference_gateway.engine.types import (
     EngineStopped,
     FinishedSample,
@@ -26,7 +28,7 @@ _TOKENS_PER_MESSAGE = 100_000
 
 
 class EngineServicer(EngineServiceServicer):
-    """Generate, abort, status."""
+    """Generate, abort, status, and what lies in memory."""
 
     def __init__(self, engine: EngineLoop, limits: ModelLimits, describe: Callable[[], ReplicaMessage]) -> None:
         """`describe` gives the replica as it reports itself to the gateway."""
@@ -56,8 +58,34 @@ class EngineServicer(EngineServiceServicer):
         aborted = [request_id for request_id in request.request_ids if self._engine.abort(request_id)]
         return pb.AbortRequestsResponse(aborted_ids=aborted)
 
+    async def GetFingerprint(self, request: pb.GetFingerprintRequest, context: Any) -> pb.GetFingerprintResponse:
+        epoch, fingerprint = await live_fingerprint(self._engine)
+        return pb.GetFingerprintResponse(epoch=epoch, fingerprint=fingerprint)
+
+    async def ScorePrompt(self, request: pb.ScorePromptRequest, context: Any) -> pb.ScorePromptResponse:
+        token_ids = parse_score(request, self._limits)
+        try:
+            scored = await asyncio.wrap_future(self._engine.score(token_ids))
+        except EngineStopped as error:
+            raise Unavailable(str(error)) from error
+        return pb.ScorePromptResponse(logprobs=scored.logprobs, version=scored.version, epoch=scored.epoch)
+
     async def GetStatus(self, request: pb.GetStatusRequest, context: Any) -> pb.GetStatusResponse:
         return pb.GetStatusResponse(replica=self._describe())
+
+
+def parse_score(request: pb.ScorePromptRequest, limits: ModelLimits) -> tuple[int, ...]:
+    """Checks a ScorePrompt request against the model; raises InvalidRequest naming the field and the limit."""
+    token_ids = tuple(request.token_ids)
+    if not 2 <= len(token_ids) <= limits.max_model_len:
+        raise InvalidRequest(
+            f"token_ids must have 2 to {limits.max_model_len} ids, got {len(token_ids)}", field="token_ids"
+        )
+    if max(token_ids) >= limits.vocab_size:
+        raise InvalidRequest(
+            f"token_ids holds {max(token_ids)}; the vocabulary ends at {limits.vocab_size - 1}", field="token_ids"
+        )
+    return token_ids
 
 
 def parse_generate(request: pb.GenerateRequest, limits: ModelLimits) -> GroupRequest:

@@ -7,6 +7,8 @@ from pydantic import Field
 
 from reflux_inference_gateway.engine.kinds import KvPolicy
 from reflux_kit.settings import ServiceSettings, prefix
+from reflux_transfer.modes import WantedMode
+from reflux_transfer.settings import BackendName
 
 
 class EngineSettings(ServiceSettings):
@@ -39,6 +41,16 @@ class EngineSettings(ServiceSettings):
 
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Arithmetic; exactness checks need float32."""
+
+    transport: Annotated[BackendName, Field(validation_alias="REFLUX_TRANSPORT")] = "shm"
+    """Transport of the memory that the replica offers to others; it reads by that of its source."""
+
+    weight_mode: WantedMode = "auto"
+    """`swap` keeps a second copy and pauses for an exchange of pointers, `in_place` pulls over the only copy and pauses
+    for the transfer; `auto` takes `swap` where two copies and the KV cache fit the memory budget."""
+
+    memory_budget_bytes: int = Field(default=0, ge=0)
+    """Memory for weights and KV cache; 0 takes what the host has available at the start."""
 
     max_rows: int = Field(default=256, ge=1, le=4096)
     """Sequences that decode at the same time; less when the KV budget is smaller."""

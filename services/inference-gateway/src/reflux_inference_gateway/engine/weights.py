@@ -1,22 +1,24 @@
-"""Follows the weight broker: new versions are pulled into the idle arena and become current between decode steps."""
+"""Follows the weight broker: new versions are pulled into the arenas and become current between decode steps."""
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
-import torch
-
-from reflux_inference_gateway.engine.core import Weights
+from reflux_inference_gateway.engine.holding import Holding
 from reflux_inference_gateway.engine.loop import EngineLoop
+from reflux_inference_gateway.engine.replica import Description
 from reflux_inference_gateway.engine.settings import EngineSettings
 from reflux_kit.channel import open_channel
-from reflux_model.parameters import Parameters
-from reflux_transfer.arena import ReplicaArenas
-from reflux_transfer.client.subscriber import BrokerSubscriber, Update
-from reflux_transfer.client.wire import RETRY
+from reflux_transfer.client.in_place import InPlaceReceiver
+from reflux_transfer.client.layouts import single_rank
+from reflux_transfer.client.offer import Update
+from reflux_transfer.client.receiver import Receiver
+from reflux_transfer.client.subscriber import BrokerSubscriber
+from reflux_transfer.client.swap import SwapReceiver
+from reflux_transfer.client.wire import RETRY, run_of
 from reflux_transfer.errors import BackendUnavailable
-from reflux_transfer.layout import Layout
+from reflux_transfer.handles import Scope
 from reflux_transfer.probe import probe
 
 log = logging.getLogger(__name__)
@@ -32,20 +34,36 @@ async def probe_transfer() -> None:
         log.error("%s", error)
 
 
-def layout_of(params: Parameters) -> Layout:
-    """The layout that the replica registers: names, shapes and dtypes in the parameters' order."""
-    return Layout.from_shapes(
-        {name: (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for name, tensor in params.items()}
-    )
+class Follower:
+    """Owns the engine's side of the protocol: what the subscriber asks of an engine, and what became of it."""
 
+    def __init__(
+        self, engine: EngineLoop, holding: Holding, description: Description, announce: Callable[[], None]
+    ) -> None:
+        """`announce` is called after each commit, so that requests that wait for the version are routed at once, and
+        whenever the replica's health may have changed.
+        """
+        self.holding = holding
+        self._engine, self._description, self._announce = engine, description, announce
 
-def views(layout: Layout, buffer: memoryview) -> dict[str, torch.Tensor]:
-    """Tensors that lie in an arena's buffer, without a copy; valid as long as nobody pulls into it."""
-    params = {}
-    for slot in layout.slots:
-        flat = torch.frombuffer(buffer[slot.offset : slot.end], dtype=getattr(torch, slot.dtype))
-        params[slot.name] = flat.view(slot.shape)
-    return params
+    async def apply(self, update: Update) -> float:
+        """Serves an update; see `Apply` of `reflux_transfer.client.receiver`."""
+        weights = self.holding.weights(update.index, update.version, update.epoch)
+        try:
+            return await asyncio.wrap_future(self._engine.swap(weights, update.fill))
+        finally:
+            self._announce()
+
+    async def score(self, token_ids: Sequence[int]) -> Sequence[float]:
+        """Scores the probe prompt."""
+        return (await asyncio.wrap_future(self._engine.score(token_ids))).logprobs
+
+    def judged(self, fault: str) -> None:
+        """The broker has compared the scores with the learner's."""
+        if fault:
+            log.error("this replica is unhealthy: %s", fault)
+        self._description.fault = fault
+        self._announce()
 
 
 @asynccontextmanager
@@ -53,27 +71,29 @@ async def following(
     settings: EngineSettings,
     model_id: str,
     replica: str,
-    engine: EngineLoop,
-    weights: Weights,
-    announce: Callable[[], None],
+    follower: Follower,
     fatal: Callable[[str], None],
 ) -> AsyncIterator[None]:
     """Keeps the engine at the broker's committed version while the block runs.
 
-    `announce` is called after each swap, so that requests that wait for the version are routed at once; `fatal` when
-    the broker refuses the replica (another layout): it would serve old weights for ever.
+    `fatal` is called when the broker refuses the replica (another layout): it would serve old weights for ever.
     """
-    layout = layout_of(weights.params)
-
-    async def apply(update: Update) -> float:
-        fresh = Weights(views(layout, update.buffer), update.version, update.epoch)
-        pause_ms = await asyncio.wrap_future(engine.swap(fresh))
-        announce()
-        return pause_ms
-
+    scope, holding = Scope(run_of(model_id)), follower.holding
+    receiver: Receiver = (
+        SwapReceiver(holding.arenas, scope=scope)
+        if holding.mode.mode == "swap"
+        else InPlaceReceiver(holding.arenas, scope=scope)
+    )
     async with open_channel(settings.broker_address, settings, retry=RETRY, subject="engine") as channel:
         subscriber = BrokerSubscriber(
-            channel, replica=replica, model_id=model_id, arenas=ReplicaArenas(layout), apply=apply
+            channel,
+            replica=replica,
+            model_id=model_id,
+            layout=single_rank(holding.layout),
+            receiver=receiver,
+            apply=follower.apply,
+            probe=follower.score,
+            judged=follower.judged,
         )
         task = asyncio.create_task(subscriber.run())
 

@@ -12,6 +12,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,14 +20,14 @@ from typing import Any, TypeVar
 import torch
 from grpc.aio import Channel
 
-from reflux_kit.errors import NotFound, WrongState
+from reflux_kit.errors import NotFound, Unavailable, WrongState
 from reflux_model.folder import load_config
 from reflux_storage.stores.base import ObjectStore
 from reflux_storage.stream import ObjectReceipt
 from reflux_trainer.learner.core import Learner
 from reflux_trainer.learner.journal import Figures, Journal, Kind
-from reflux_trainer.learner.ops import GroupData
-from reflux_trainer.learner.publish import Outlet, WeightPublisher
+from reflux_trainer.learner.ops import CompletionData, GroupData
+from reflux_trainer.learner.publish import Outlet, PublishOrder, WeightPublisher
 from reflux_trainer.learner.state import StateCapture, restore
 from reflux_transfer.client.publisher import Published
 
@@ -77,8 +78,8 @@ class LearnerHost:
             for publish in self.session.publishes.values():
                 publish.cancel()  # it may wait for replicas; nothing in the model depends on it
         await asyncio.gather(*self._running, return_exceptions=True)
-        self._forget()
-        await asyncio.to_thread(self._torch.shutdown)
+        await asyncio.to_thread(self._torch.shutdown)  # a cancelled publish may still be writing
+        await self._forget()
 
     def require(self, model_id: str) -> Session:
         """The session of `model_id`; raises NotFound when another model, or none, is loaded."""
@@ -105,15 +106,13 @@ class LearnerHost:
         """Log-probs under the present weights."""
         return await self._in_torch(self.require(model_id).learner.score, groups)
 
-    async def publish(
-        self, model_id: str, request_id: str, sync_timeout_seconds: float, min_replicas: int
-    ) -> Published:
+    async def publish(self, model_id: str, order: PublishOrder) -> Published:
         """Publishes the present weights; the same `request_id` joins or repeats the first call."""
         session = self.require(model_id)
-        task = session.publishes.get(request_id)
+        task = session.publishes.get(order.request_id)
         if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
-            task = self._spawn(self._publish(session, request_id, sync_timeout_seconds, min_replicas))
-            session.publishes[request_id] = task
+            task = self._spawn(self._publish(session, order))
+            session.publishes[order.request_id] = task
             while len(session.publishes) > _KEPT_PUBLISHES:
                 session.publishes.popitem(last=False)
         return await asyncio.shield(task)
@@ -139,7 +138,7 @@ class LearnerHost:
         publisher = await asyncio.to_thread(WeightPublisher, self._broker, model_id, learner.params, outlet)
         if journal.last:
             publisher.restored(epoch)
-        self._forget()
+        await self._forget()
         self.session = Session(model_id, learner, journal, publisher)
         log.info("model %s is at operation %d, version %d", model_id, journal.last, learner.version)
         return self.session
@@ -154,21 +153,28 @@ class LearnerHost:
             session.journal.record(op_id, kind, figures)
             return figures
 
-    async def _publish(
-        self, session: Session, request_id: str, sync_timeout_seconds: float, min_replicas: int
-    ) -> Published:
-        async with self._publishing:
+    async def _publish(self, session: Session, order: PublishOrder) -> Published:
+        publisher = session.publisher
+        async with self._publishing, AsyncExitStack() as until_finished:
+            await self._broker_reached(order.sync_timeout_seconds)
             async with self._order:
+                # From the announcement on replicas wait for the weights, so no operation may come in between.
                 self._check_present(session)
-                version = session.learner.version
-                staged = await self._in_torch(session.publisher.stage, session.learner.params)
-            return await session.publisher.distribute(
-                staged,
-                version,
-                sync_timeout_seconds=sync_timeout_seconds,
-                min_replicas=min_replicas,
-                request_id=request_id,
-            )
+                publishing = await publisher.begin(session.learner.version, order)
+                await until_finished.enter_async_context(publishing)
+                await self._in_torch(publisher.write, publishing, session.learner.params)
+                scores = await self._in_torch(_probe_scores, session.learner, order.probe_token_ids)
+            if scores:
+                await publisher.report_probe(publishing, scores)
+            return await publisher.finish(publishing)
+
+    async def _broker_reached(self, seconds: float) -> None:
+        """A broker that is away is waited for here, where that does not hold up training."""
+        try:
+            async with asyncio.timeout(seconds):
+                await self._broker.channel_ready()
+        except TimeoutError:
+            raise Unavailable(f"the weight broker is away, since {seconds:g} s at least") from None
 
     async def _save(self, session: Session, store: ObjectStore, key: str) -> Saved:
         started = time.monotonic()
@@ -186,10 +192,10 @@ class LearnerHost:
         if self.session is not session:
             raise WrongState(f"model {session.model_id!r} was created or loaded anew meanwhile; repeat the call")
 
-    def _forget(self) -> None:
-        if self.session is not None:
-            self.session.publisher.close()
-        self.session = None
+    async def _forget(self) -> None:
+        session, self.session = self.session, None
+        if session is not None:
+            await session.publisher.close()
 
     async def _finish(self, work: Coroutine[Any, Any, T]) -> T:
         return await asyncio.shield(self._spawn(work))
@@ -207,3 +213,12 @@ class LearnerHost:
 
     def _in_torch(self, function: Callable[..., T], *arguments: Any) -> Awaitable[T]:
         return asyncio.get_running_loop().run_in_executor(self._torch, functools.partial(function, *arguments))
+
+
+def _probe_scores(learner: Learner, token_ids: tuple[int, ...]) -> list[float]:
+    """Log-prob of every token of the probe prompt after the first; none without a prompt."""
+    if not token_ids:
+        return []
+    prompt = GroupData(list(token_ids[:1]), [CompletionData(list(token_ids[1:]))])
+    ((logprobs,),) = learner.score([prompt])
+    return logprobs

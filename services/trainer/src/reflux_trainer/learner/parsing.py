@@ -10,10 +10,11 @@ from reflux_kit.errors import InvalidRequest
 from reflux_model.config import ModelConfig
 from reflux_trainer.algo.aggregation import AGGREGATIONS, Aggregation
 from reflux_trainer.learner.ops import LOSSES, CompletionData, GroupData, LossName, LossSpec, StepSpec
-from reflux_trainer.learner.publish import WEIGHT_DTYPES, Outlet
+from reflux_trainer.learner.publish import WEIGHT_DTYPES, Outlet, PublishOrder
 from reflux_transfer.registry import BACKENDS
 
 _DEFAULT_EPS = 1e-8
+_DEFAULT_SYNC_SECONDS = 60.0
 _DEFAULT_DUAL_CLIP_BOUND = 3.0
 
 
@@ -45,6 +46,25 @@ def parse_outlet(transport: str, weight_dtype: str) -> Outlet:
     if weight_dtype not in ("", *WEIGHT_DTYPES):
         raise InvalidRequest(f"weight_dtype {weight_dtype!r} is not one of {', '.join(WEIGHT_DTYPES)}")
     return Outlet(transport, WEIGHT_DTYPES[weight_dtype or "float32"])
+
+
+def parse_publish(request: pb.PublishWeightsRequest, config: ModelConfig) -> PublishOrder:
+    """A publish; the probe prompt is empty or has two tokens at least."""
+    if not request.request_id:
+        raise InvalidRequest("request_id is required: a UUID that makes retries safe")
+    if request.sync_timeout_seconds < 0:
+        raise InvalidRequest(f"sync_timeout_seconds must be 0 or more, got {request.sync_timeout_seconds}")
+    probe = request.probe_token_ids
+    if probe:
+        _check_ids("probe_token_ids", probe, config)
+        if not 2 <= len(probe) <= config.max_positions:
+            raise InvalidRequest(f"probe_token_ids must have 2 to {config.max_positions} ids, got {len(probe)}")
+    return PublishOrder(
+        request_id=request.request_id,
+        sync_timeout_seconds=request.sync_timeout_seconds or _DEFAULT_SYNC_SECONDS,
+        min_replicas=request.min_replicas,
+        probe_token_ids=tuple(probe),
+    )
 
 
 def parse_loss(loss: pb.LossConfig) -> LossSpec:

@@ -1,19 +1,20 @@
-"""Distribution of weights: staged by the thread that owns them, handed out by the broker while training goes on."""
+"""Distribution of weights: written by the thread that owns them, handed out by the broker while training goes on."""
 
+import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from grpc.aio import Channel
+from grpc.aio import AioRpcError, Channel
 
 from reflux_model.parameters import Parameters
-from reflux_transfer.arena import PublisherArenas, StagedWeights
-from reflux_transfer.client.publisher import BrokerPublisher, Published
+from reflux_trainer.learner.casting import caster
+from reflux_transfer.arenas.publisher import PublisherArenas
+from reflux_transfer.client.publisher import BrokerPublisher, Published, Publishing
 from reflux_transfer.layout import Layout
 from reflux_transfer.registry import open_backend
 
-_STAGE_SECONDS = 5.0
-"""Longest wait for a free arena; publishes follow each other, so one is free unless a lease is still running out."""
-
+log = logging.getLogger(__name__)
 
 WEIGHT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -26,13 +27,24 @@ class Outlet:
     dtype: torch.dtype = torch.float32
 
 
+@dataclass(frozen=True, kw_only=True)
+class PublishOrder:
+    """What a caller asks of one publish."""
+
+    request_id: str
+    sync_timeout_seconds: float
+    min_replicas: int = 0
+    probe_token_ids: tuple[int, ...] = ()
+    """Prompt that learner and replicas score; empty compares nothing."""
+
+
 class WeightPublisher:
     """The publishing half of one model; calls are made one after the other."""
 
     def __init__(self, channel: Channel, model_id: str, params: Parameters, outlet: Outlet) -> None:
         dtype = str(outlet.dtype).removeprefix("torch.")
         shapes = {name: (tuple(tensor.shape), dtype) for name, tensor in params.items()}
-        self._dtype = outlet.dtype
+        self._cast = caster(outlet.dtype)
         self._backend = open_backend(outlet.transport)
         self._arenas = PublisherArenas(self._backend, Layout.from_shapes(shapes))
         self._broker = BrokerPublisher(channel, model_id, self._arenas)
@@ -45,26 +57,35 @@ class WeightPublisher:
         self.epoch = epoch
         self._broker.restored(epoch)
 
-    def stage(self, params: Parameters) -> StagedWeights:
-        """Copies the weights into an arena; called by the thread that owns them. Raises `ArenasBusy`."""
-        cast = {name: tensor.detach().to(self._dtype).view(torch.uint8).numpy() for name, tensor in params.items()}
-        return self._arenas.stage(cast, _STAGE_SECONDS)
-
-    async def distribute(
-        self, staged: StagedWeights, version: int, *, sync_timeout_seconds: float, min_replicas: int, request_id: str
-    ) -> Published:
-        """Hands out what `stage` copied; errors as in `BrokerPublisher.distribute`."""
-        published = await self._broker.distribute(
-            staged,
+    async def begin(self, version: int, order: PublishOrder) -> Publishing:
+        """Announces a version: replicas follow from now on, so write it soon. Errors as in `BrokerPublisher.begin`."""
+        return await self._broker.begin(
             version,
-            sync_timeout_seconds=sync_timeout_seconds,
-            min_replicas=min_replicas,
-            request_id=request_id,
+            sync_timeout_seconds=order.sync_timeout_seconds,
+            min_replicas=order.min_replicas,
+            request_id=order.request_id,
+            probe_token_ids=order.probe_token_ids,
         )
+
+    def write(self, publishing: Publishing, params: Parameters) -> None:
+        """Copies the weights into the arena; called by the thread that owns them."""
+        publishing.write({name: tensor.detach() for name, tensor in params.items()}, self._cast)
+
+    async def report_probe(self, publishing: Publishing, logprobs: Sequence[float]) -> None:
+        """The learner's score of the probe prompt. The version is published even if the broker does not take it."""
+        try:
+            await self._broker.report_probe(publishing.epoch, logprobs)
+        except AioRpcError as error:
+            log.warning("the probe of epoch %d is not compared: %s", publishing.epoch, error.details())
+
+    async def finish(self, publishing: Publishing) -> Published:
+        """Waits until all replicas serve what was written; errors as in `Publishing.finish`."""
+        published = await publishing.finish()
         self.epoch = published.epoch
         return published
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Withdraws the arenas."""
+        await self._broker.close()
         self._arenas.close()
         self._backend.close()

@@ -19,7 +19,6 @@ from reflux_trainer.learner.ops import BatchFigures, StepFigures
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["LearnerService"].full_name
 STATE_OBJECT = "learner-00000.safetensors"
-_DEFAULT_SYNC_SECONDS = 60.0
 
 
 class LearnerServicer(LearnerServiceServicer):
@@ -87,13 +86,9 @@ class LearnerServicer(LearnerServiceServicer):
 
     async def PublishWeights(self, request: pb.PublishWeightsRequest, context: Any) -> pb.PublishWeightsResponse:
         model_id = parsing.parse_model_id(request.model_id)
-        if not request.request_id:
-            raise InvalidRequest("request_id is required: a UUID that makes retries safe")
-        if request.sync_timeout_seconds < 0:
-            raise InvalidRequest(f"sync_timeout_seconds must be 0 or more, got {request.sync_timeout_seconds}")
-        timeout = request.sync_timeout_seconds or _DEFAULT_SYNC_SECONDS
+        order = parsing.parse_publish(request, self._host.require(model_id).learner.config)
         with as_service_errors():
-            published = await self._host.publish(model_id, request.request_id, timeout, request.min_replicas)
+            published = await self._host.publish(model_id, order)
         metrics.PUBLISH_SECONDS.observe(published.stage_seconds + published.sync_seconds)
         return pb.PublishWeightsResponse(
             version=published.version,
@@ -101,6 +96,7 @@ class LearnerServicer(LearnerServiceServicer):
             stage_seconds=published.stage_seconds,
             sync_seconds=published.sync_seconds,
             bytes=self._host.require(model_id).publisher.num_bytes,
+            fingerprint=published.fingerprint,
         )
 
     async def SaveState(self, request: pb.SaveStateRequest, context: Any) -> pb.SaveStateResponse:
