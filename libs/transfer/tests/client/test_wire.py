@@ -50,5 +50,5 @@ class Arenas:
 def test_a_lease_on_a_generation_that_is_gone_is_no_error() -> None:
     arenas = Arenas()
     for generation, seconds in ((2, 5.0), (1, 5.0), (1, 0.0)):
-        _apply(arenas, pb.WatchLeasesResponse(generation=generation, holder="b", seconds=seconds), "join/b")
+        _apply(arenas, generation, "join/b", seconds)
     assert arenas.calls == [("lease", "join/b", 5.0), ("release", "join/b")]
