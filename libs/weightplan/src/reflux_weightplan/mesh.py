@@ -78,6 +78,10 @@ class Cut:
     rule: CutRule = "even"
     unit: int = 1
 
+    def __post_init__(self) -> None:
+        if self.rule not in ("chunk", "even") or self.dim < 0 or self.unit < 1:
+            raise LayoutRefused(f"a cut has the rule chunk or even, a dimension and a unit above 0, not {self}")
+
 
 @dataclass(frozen=True)
 class Placement:

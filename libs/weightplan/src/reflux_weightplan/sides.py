@@ -178,17 +178,20 @@ def _blocks(layout: SpecLayout) -> dict[str, int]:
     """Bytes of one interleaved block by fused name; members have equally many blocks and whole inner dimensions."""
     bytes_of: dict[str, int] = {}
     counts: dict[str, tuple] = {}
+    apart = {tensor.fused for tensor in layout.tensors if tensor.fused and not tensor.fused_rows}
     for tensor in layout.tensors:
         if not tensor.fused_rows:
             continue
+        if tensor.fused in apart:
+            raise LayoutRefused(f"some members of {tensor.fused} are interleaved, others are not")
         if not tensor.fused or not tensor.shape or tensor.shape[0] % tensor.fused_rows:
             raise LayoutRefused(f"tensor {tensor.name} cannot be interleaved in blocks of {tensor.fused_rows} rows")
         if any(cut.dim or cut.unit % tensor.fused_rows for cut in tensor.placement.cuts):
             raise LayoutRefused(f"interleaved tensor {tensor.name} is cut along rows, in units of whole blocks, only")
         cuts = [(cut.axis, cut.rule, cut.unit // tensor.fused_rows) for cut in tensor.placement.cuts]
-        how = (tensor.shape[0] // tensor.fused_rows, cuts)
+        how = (tensor.shape[0] // tensor.fused_rows, cuts, tensor.placement.pinned, tensor.dtype)
         if counts.setdefault(tensor.fused, how) != how:
-            raise LayoutRefused(f"members of {tensor.fused} have different numbers of blocks or cuts")
+            raise LayoutRefused(f"members of {tensor.fused} differ in blocks, cuts, pinned axes or dtype")
         bytes_of[tensor.fused] = bytes_of.get(tensor.fused, 0) + _inner_bytes(tensor) * tensor.fused_rows
     return bytes_of
 

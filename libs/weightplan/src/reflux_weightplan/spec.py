@@ -57,6 +57,8 @@ class SpecLayout:
             if not tensor.name or tensor.name in seen:
                 raise LayoutRefused(f"tensor {tensor.name!r} appears twice or has no name")
             seen.add(tensor.name)
+            if tensor.fused_rows < 0:
+                raise LayoutRefused(f"tensor {tensor.name} has {tensor.fused_rows} rows per block, expected 0 or more")
             if any(size < 1 for size in tensor.shape):
                 raise LayoutRefused(f"tensor {tensor.name} has shape {list(tensor.shape)}; sizes are at least 1")
             item_bytes(tensor.name, tensor.dtype)

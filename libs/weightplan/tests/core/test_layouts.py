@@ -4,6 +4,7 @@ import dataclasses
 import os
 import subprocess
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
@@ -108,13 +109,30 @@ def test_as_many_places_as_ranks_or_none() -> None:
     ("what", "specs"),
     [
         ("blocks of 3 rows", [("q", 4, 3)]),
-        ("different numbers of blocks", [("q", 8, 2), ("k", 2, 1)]),
+        ("differ in blocks", [("q", 8, 2), ("k", 2, 1)]),
+        ("some members of qk are interleaved", [("q", 8, 2), ("k", 4, 0)]),
+        ("-2 rows per block", [("q", 8, -2)]),
     ],
 )
 def test_heads_that_cannot_be_interleaved_are_refused(what: str, specs: list[tuple[str, int, int]]) -> None:
     tensors = tuple(TensorSpec(name, (rows,), "uint8", fused="qk", fused_rows=block) for name, rows, block in specs)
     with pytest.raises(LayoutRefused, match=what):
         Side(SpecLayout(Mesh(()), tensors))
+
+
+def test_interleaved_members_on_different_stages_are_refused() -> None:
+    tensors = tuple(
+        TensorSpec(name, (4,), "uint8", Placement((), (("s", stage),)), fused="qk", fused_rows=2)
+        for stage, name in enumerate("qk")
+    )
+    with pytest.raises(LayoutRefused, match="pinned axes"):
+        Side(SpecLayout(Mesh((("s", 2),)), tensors))
+
+
+@pytest.mark.parametrize("cut", [{"rule": "odd"}, {"unit": 0}, {"dim": -1}])
+def test_a_cut_without_sense_is_refused(cut: dict[str, Any]) -> None:
+    with pytest.raises(LayoutRefused, match="a cut has"):
+        Cut(**({"dim": 0, "axis": "s"} | cut))
 
 
 def explicit(

@@ -1,14 +1,16 @@
 """Shapes of families against published totals, and against Hugging Face's own classes where those are at hand."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from reflux_weightplan.errors import LayoutRefused
-from reflux_weightplan.families.layouts import Parallelism, fsdp_experts, parallel
+from reflux_weightplan.families.layouts import Fusing, Parallelism, fsdp_experts, parallel
 from reflux_weightplan.families.presets import CONFIGS, PRESETS
 from reflux_weightplan.families.registry import model_of
+from reflux_weightplan.sharded import sharded
 
 
 @pytest.mark.parametrize(
@@ -70,3 +72,26 @@ def test_presets_name_the_same_tensors_on_both_sides(name: str) -> None:
     source, target = PRESETS[name].make()
     assert [tensor.name for tensor in source.tensors] == [tensor.name for tensor in target.tensors]
     assert source.nbytes == target.nbytes
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "fused", "rows"),
+    [
+        ("llama-3.1-8b", 8, "engine", 16_032),
+        ("qwen3-8b", 4, "engine", 37_984),
+        ("deepseek-v3", 8, "engine", 16_160),
+        ("llama-3.1-8b", 8, "megatron", 16_128),
+    ],
+)
+def test_the_vocabulary_is_dealt_out_as_engines_do(name: str, ranks: int, fused: Fusing, rows: int) -> None:
+    """vLLM: vocab_parallel_embedding.py; Megatron-LM: `_vocab_size_with_padding` of 128 x ranks."""
+    layout = parallel(model_of(CONFIGS[name]), Parallelism(tensor=ranks), fused=fused)
+    size = layout.tensors[0].shape[0]
+    boxes = [shard.box for shard in sharded(replace(layout, tensors=layout.tensors[:1])).tensors[0].shards]
+    assert [box.start[0] for box in boxes] == [rank * rows for rank in range(ranks)]
+    assert boxes[-1].stop[0] == size
+
+
+def test_megatron_deals_out_whole_groups_or_refuses() -> None:
+    with pytest.raises(LayoutRefused, match="do not divide among 16"):
+        parallel(model_of(CONFIGS["llama-3.1-8b"]), Parallelism(tensor=16), fused="megatron")

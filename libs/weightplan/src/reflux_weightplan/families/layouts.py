@@ -14,8 +14,9 @@ Fusing = Literal["apart", "engine", "megatron"]
 """How q, k, v and gate, up lie in memory: each by itself (Hugging Face), behind each other in one local tensor (vLLM,
 SGLang), or q, k and v interleaved by key-value group (Megatron-Core)."""
 
-_VOCABULARY_UNITS: dict[Fusing, int] = {"apart": 64, "engine": 64, "megatron": 128}
-"""Engines pad the vocabulary to a multiple and deal it out in equal parts; padding is never sent."""
+ENGINE_PADDING, MEGATRON_PADDING = 64, 128
+"""vLLM and SGLang pad the vocabulary to a multiple of 64 (SGLang to 64 x ranks when that does not divide),
+Megatron-Core to one of 128 x ranks; then every rank has equally many rows. Padding is never sent."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ def parallel(
         if tensor.expert >= 0 and owners:
             group, rank = divmod(tensor.expert * owners // model.experts, sizes.tensor)
             return Placement((), (*pinned, ("group", group), ("tensor", rank)))
-        return Placement(_cuts(tensor, fused), pinned)
+        return Placement(_cuts(tensor, sizes.tensor, fused), pinned)
 
     return _layout(model, mesh, placement, engine, places, fused=fused)
 
@@ -109,18 +110,28 @@ def _stage(model: Model, tensor: ModelTensor, stages: int, *, tied: bool) -> tup
     return (("stage", layer * stages // model.layers),)
 
 
-def _cuts(tensor: ModelTensor, fused: Fusing) -> tuple[Cut, ...]:
+def _cuts(tensor: ModelTensor, ranks: int, fused: Fusing) -> tuple[Cut, ...]:
     match tensor.part:
         case "vocabulary":
-            return (Cut(0, "tensor", "chunk", _VOCABULARY_UNITS[fused]),)
+            return (Cut(0, "tensor", "chunk", _vocabulary_rows(tensor.shape[0], ranks, fused)),)
         case "query" | "key" | "value" | "column":
-            # Megatron-Core deals out whole key-value groups.
-            unit = tensor.group_rows if fused == "megatron" and tensor.group_rows else tensor.head
-            return (Cut(0, "tensor", "even", unit),)
+            if fused != "megatron" or not tensor.group_rows:
+                return (Cut(0, "tensor", "even", tensor.head),)
+            if tensor.shape[0] // tensor.group_rows % ranks:
+                raise LayoutRefused(f"{tensor.name}: its key-value groups do not divide among {ranks} Megatron ranks")
+            return (Cut(0, "tensor", "even", tensor.group_rows),)
         case "row":
             return (Cut(1, "tensor", "even", tensor.head),)
         case "replicated":
             return ()
+
+
+def _vocabulary_rows(size: int, ranks: int, fused: Fusing) -> int:
+    """Rows of the padded vocabulary per rank."""
+    multiple = MEGATRON_PADDING * ranks if fused == "megatron" else ENGINE_PADDING
+    if -(-size // multiple) * multiple % ranks:
+        multiple = ENGINE_PADDING * ranks
+    return -(-size // multiple) * multiple // ranks
 
 
 def _layout(
