@@ -110,7 +110,7 @@ def main() -> int:
         for policy in _POLICIES:
             with fleet(folder) as running:  # one at a time: the other's load would count
                 pauses, step = measure(running, policy, options.swaps, options.gap)
-            p50, p95 = statistics.median(pauses), statistics.quantiles(pauses, n=20)[-1]
+            p50, p95 = statistics.median(pauses), statistics.quantiles(pauses, n=20, method="inclusive")[-1]
             bar = max(BAR_MS, step)
             print(
                 f"{policy:8} pause p50 {p50:.1f} ms, p95 {p95:.1f}, max {max(pauses):.1f}, {len(pauses)} swaps; "
