@@ -106,6 +106,12 @@ class Stack:
         self.publishers.append(BrokerPublisher(self.channel, model_id, arenas))
         return self.publishers[-1]
 
+    async def settled(self, name: str, epoch: int) -> None:
+        """The broker knows, too, that a replica serves an epoch."""
+        async with asyncio.timeout(HANG_SECONDS):
+            while (state := (await self.states()).get(name)) is None or state.epoch != epoch:
+                await asyncio.sleep(0.01)
+
     async def states(self, model_id: str = "m") -> dict:
         listed = await self.stub.ListReplicas(pb.ListReplicasRequest(model_id=model_id), timeout=5)
         return {state.replica: state for state in listed.replicas}
@@ -250,9 +256,7 @@ async def test_a_failed_overwrite_in_place_is_repeated_until_it_is_whole(stack: 
     assert np.array_equal((await steady.serves(1))["w"], weights(1)["w"].reshape(-1))
     assert np.array_equal((await replica.serves(1))["w"], weights(1)["w"].reshape(-1))
     assert not failures
-    async with asyncio.timeout(HANG_SECONDS):
-        while (await stack.states()).get("a") is None or not (await stack.states())["a"].epoch:
-            await asyncio.sleep(0.01)
+    await stack.settled("a", done.epoch)
     assert not (await stack.states())["a"].unhealthy
 
 
@@ -265,6 +269,7 @@ async def test_a_delta_without_its_base_becomes_the_whole_version(stack: Stack) 
     first.subscriber._receiver._live_fingerprint ^= 1  # as if it served something else
     late = stack.replica("b")
     await late.serves(1)
+    await stack.settled("b", 1)
     tensors["w"][0, 0] += 1
     done = await publish(publisher, 2, 0, tensors, kind="delta", min_replicas=2)
     for replica in (first, late):

@@ -113,7 +113,6 @@ async def test_a_version_by_hash_from_begin_to_committed(client: Client) -> None
     assert (prepare.event, prepare.layout_hash) == (pb.WatchVersionsResponse.EVENT_PREPARE, client.layout)
     assert [(r.handle, r.transport, r.generation) for r in prepare.regions] == [(HANDLE, "shm", 5)]
     assert 0 < prepare.timeout_seconds <= 5.0
-    assert len(prepare.slices) == 0
     await client.ack("a", 1, PREPARED, fingerprint=7, bytes=12)
     commit = await events.read()
     assert (commit.event, list(commit.probe_token_ids)) == (pb.WatchVersionsResponse.EVENT_COMMIT, [1, 2])

@@ -8,18 +8,23 @@ from contextlib import asynccontextmanager
 import grpc
 import pytest
 
-from reflux.common.v1 import common_pb2
 from reflux.weight_broker.v1 import weight_broker_service_pb2 as pb
+from reflux.weight_broker.v1 import weight_layout_pb2 as layout_pb
 from reflux.weight_broker.v1.weight_broker_service_pb2_grpc import WeightBrokerServiceStub
 from reflux.weight_broker.v1.weight_version_pb2 import WeightVersion
 from reflux_kit.channel import open_channel
 from reflux_kit.errors import reason_of
 from reflux_kit.server import running
 from reflux_transfer import handles
+from reflux_transfer.client.layouts import from_message
 from reflux_weight_broker.main import BrokerSettings, build
+from reflux_weightplan.wire import layout_hash
 
-SLOT = common_pb2.TensorSlot(name="w", shape=[3], dtype="float32", offset_bytes=0, length_bytes=12)
+LAYOUT = layout_pb.WeightLayout(tensors=[layout_pb.TensorSpec(name="w", shape=[3], dtype="float32")])
+OTHER = layout_pb.WeightLayout(tensors=[layout_pb.TensorSpec(name="v", shape=[3], dtype="float32")])
+HASH, OTHERS = (layout_hash(from_message(layout)) for layout in (LAYOUT, OTHER))
 HANDLE = handles.seal("shm", {})
+REGION = layout_pb.RegionOffer(handle=HANDLE, transport="shm", generation=1)
 METHODS = pb.DESCRIPTOR.services_by_name["WeightBrokerService"].methods_by_name
 
 
@@ -27,7 +32,10 @@ METHODS = pb.DESCRIPTOR.services_by_name["WeightBrokerService"].methods_by_name
 async def broker(valkey_url: str) -> AsyncIterator[WeightBrokerServiceStub]:
     settings = BrokerSettings(listen="127.0.0.1:0", drain_seconds=0, reconnect_seconds=0.2, redis_url=valkey_url)
     async with build(settings) as service, running(service, settings) as bound, open_channel(bound.grpc) as channel:
-        yield WeightBrokerServiceStub(channel)
+        stub = WeightBrokerServiceStub(channel)
+        for layout in (LAYOUT, OTHER):
+            await stub.PutLayout(iter([pb.PutLayoutRequest(chunk=layout.SerializeToString())]), timeout=5)
+        yield stub
 
 
 @pytest.fixture
@@ -37,14 +45,13 @@ async def stub(valkey_url: str) -> AsyncIterator[WeightBrokerServiceStub]:
 
 
 def begin(request_id: str = "r1", version: int = 1, **fields: object) -> pb.BeginVersionRequest:
-    defaults = {"layout": [SLOT], "checksums": [7], "slice_bytes": 100, "region_handle": HANDLE, "transport": "shm"}
-    fields = {"model_id": "m", "sync_timeout_seconds": 5.0, **defaults, **fields}
+    fields = {"layout_hash": HASH, "regions": [REGION], "model_id": "m", "sync_timeout_seconds": 5.0, **fields}
     return pb.BeginVersionRequest(request_id=request_id, version=version, **fields)
 
 
 def register(name: str = "a", **fields: object) -> pb.RegisterReplicaRequest:
     return pb.RegisterReplicaRequest(
-        **{"replica": name, "model_id": "m", "layout": [SLOT], "incarnation": "1", **fields}
+        **{"replica": name, "model_id": "m", "layout_hash": HASH, "incarnation": "1", **fields}
     )
 
 
@@ -91,8 +98,7 @@ async def test_one_version_from_begin_to_committed(stub: WeightBrokerServiceStub
     assert (begun.epoch, begun.version, begun.state) == (1, 4, WeightVersion.STATE_PREPARING)
     prepare = await events.read()
     assert prepare.event == pb.WatchVersionsResponse.EVENT_PREPARE
-    assert (prepare.region_handle, prepare.transport, prepare.version.version) == (HANDLE, "shm", 4)
-    assert [(s.name, s.length_bytes, s.checksum) for s in prepare.slices] == [("w", 12, 7)]
+    assert (list(prepare.regions), prepare.layout_hash, prepare.version.version) == ([REGION], HASH, 4)
     await stub.AckVersion(ack(1, pb.AckVersionRequest.OUTCOME_PREPARED, bytes=12, transfer_seconds=0.25), timeout=5)
     assert (await events.read()).event == pb.WatchVersionsResponse.EVENT_COMMIT
     await stub.AckVersion(ack(1, pb.AckVersionRequest.OUTCOME_COMMITTED, pause_ms=1.5, fingerprint=9), timeout=5)
@@ -125,8 +131,7 @@ async def test_of_two_concurrent_begins_one_wins(stub: WeightBrokerServiceStub) 
 
 async def test_refusals_have_codes_reasons_and_names(stub: WeightBrokerServiceStub) -> None:
     await joined(stub)
-    other = common_pb2.TensorSlot(name="v", shape=[3], dtype="float32", length_bytes=12)
-    code, reason, text = await fails(stub.BeginVersion(begin(layout=[other]), timeout=5))
+    code, reason, text = await fails(stub.BeginVersion(begin(layout_hash=OTHERS), timeout=5))
     assert (code, reason) == (grpc.StatusCode.FAILED_PRECONDITION, "LAYOUT_MISMATCH")
     assert "replica a" in text
     assert "missing v" in text
@@ -137,7 +142,7 @@ async def test_refusals_have_codes_reasons_and_names(stub: WeightBrokerServiceSt
     assert (code, reason) == (grpc.StatusCode.FAILED_PRECONDITION, "VERSION_REGRESSION")
     code, reason, _ = await fails(stub.BeginVersion(begin("r3", version=6), timeout=5))
     assert (code, reason) == (grpc.StatusCode.FAILED_PRECONDITION, "PUBLISHER_FENCED")
-    code, reason, _ = await fails(stub.RegisterReplica(register("b", layout=[other]), timeout=5))
+    code, reason, _ = await fails(stub.RegisterReplica(register("b", layout_hash=OTHERS), timeout=5))
     assert (code, reason) == (grpc.StatusCode.FAILED_PRECONDITION, "LAYOUT_MISMATCH")
     code, reason, _ = await fails(stub.AckVersion(ack(1, pb.AckVersionRequest.OUTCOME_PREPARED), timeout=5))
     assert (code, reason) == (grpc.StatusCode.NOT_FOUND, "UNKNOWN_REPLICA")
@@ -147,19 +152,13 @@ async def test_refusals_have_codes_reasons_and_names(stub: WeightBrokerServiceSt
 
 
 async def test_inconsistent_messages_are_invalid_and_name_the_field(stub: WeightBrokerServiceStub) -> None:
-    overlap = [SLOT, common_pb2.TensorSlot(name="v", shape=[1], dtype="int8", offset_bytes=11, length_bytes=1)]
     cases = {
-        "checksums": begin(checksums=[1, 2]),
-        "slice_bytes": begin(slice_bytes=0, checksums=[]),
-        "region_handle": begin(region_handle=b"junk"),
-        "transport": begin(transport="ucx"),
+        "layout_hash": begin(layout_hash=""),
         "sync_timeout_seconds": begin(sync_timeout_seconds=float("nan")),
         "version": begin(version=-1),
         "request_id": begin(""),
         "model_id": begin(model_id="x" * 300),
         "publisher_epoch": begin(publisher_epoch=-1),
-        "overlap": begin(layout=overlap, checksums=[1, 2]),
-        "no tensors": begin(layout=[], checksums=[]),
     }
     for word, request in cases.items():
         code, _, text = await fails(stub.BeginVersion(request, timeout=5))

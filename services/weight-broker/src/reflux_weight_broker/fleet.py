@@ -36,8 +36,7 @@ class Fleet:
 
     def add(self, claim: Registration, now: float) -> tuple[Replica, Seat]:
         """Adds a rank that does not listen yet, and its replica with the first one."""
-        fresh = Replica(claim.replica, claim.tensors, inline=claim.inline)
-        replica = self.replicas.setdefault(claim.replica, fresh)
+        replica = self.replicas.setdefault(claim.replica, Replica(claim.replica, claim.tensors))
         seat = replica.seats[claim.rank] = Seat(claim.rank, claim.incarnation, claim.mode, lost_at=now)
         return replica, seat
 

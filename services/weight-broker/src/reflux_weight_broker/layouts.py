@@ -50,10 +50,8 @@ class Layouts:
         assert isinstance(data, bytes), "the client must not decode"
         return data
 
-    async def tensors(self, name: str) -> Tensors | None:
-        """The tensors of a layout, None for no name. Raises `UnknownLayout`."""
-        if not name:
-            return None
+    async def tensors(self, name: str) -> Tensors:
+        """The tensors of a layout. Raises `UnknownLayout`."""
         if name in self._known:
             self._known.move_to_end(name)
         else:

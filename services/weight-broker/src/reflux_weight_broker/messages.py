@@ -5,9 +5,8 @@ import time
 from reflux.weight_broker.v1 import weight_broker_service_pb2 as pb
 from reflux.weight_broker.v1 import weight_layout_pb2 as layout_pb
 from reflux.weight_broker.v1 import weight_version_pb2 as version_pb
-from reflux_transfer.client.wire import to_slots
 from reflux_weight_broker.actions import Abort, Commit, Event, Lease
-from reflux_weight_broker.plan import Kind, Manifest, Region, inline_slices
+from reflux_weight_broker.plan import Kind, Manifest, Region
 from reflux_weight_broker.records import Phase, Replica, Transaction
 
 _STATES = {
@@ -25,24 +24,17 @@ _KINDS: dict[Kind, version_pb.WeightVersion.Kind.ValueType] = {
 
 def to_stored(manifest: Manifest) -> pb.BeginVersionRequest:
     """The publisher's offer as it is stored: `parsing.parse_manifest` is its inverse."""
-    request = pb.BeginVersionRequest(
+    return pb.BeginVersionRequest(
         request_id=manifest.request_id,
         model_id=manifest.model_id,
         version=manifest.version,
+        layout_hash=manifest.tensors.hash,
         sync_timeout_seconds=manifest.timeout_seconds,
         regions=[_region(region) for region in manifest.regions],
         kind=_KINDS[manifest.kind],
         base_epoch=manifest.base_epoch,
         probe_token_ids=manifest.probe_token_ids,
     )
-    if inline := manifest.inline:
-        request.layout.extend(to_slots(inline.layout))
-        request.checksums.extend(inline.checksums)
-        request.slice_bytes, request.region_handle = inline.slice_bytes, inline.handle
-        request.transport = inline.transport
-    else:
-        request.layout_hash = manifest.tensors.hash
-    return request
 
 
 def to_replica(replica: Replica) -> version_pb.ReplicaState:
@@ -81,7 +73,7 @@ def to_version(transaction: Transaction, *, members: bool = True) -> version_pb.
     )
 
 
-def to_event(event: Event, replica: Replica) -> pb.WatchVersionsResponse:
+def to_event(event: Event) -> pb.WatchVersionsResponse:
     """What a rank is asked to do; PREPARE names the source, COMMIT the prompt to score afterwards."""
     if isinstance(event, Abort):
         version = version_pb.WeightVersion(version=event.version, epoch=event.epoch)
@@ -92,7 +84,7 @@ def to_event(event: Event, replica: Replica) -> pb.WatchVersionsResponse:
         return pb.WatchVersionsResponse(
             event=pb.WatchVersionsResponse.EVENT_COMMIT, version=version, probe_token_ids=manifest.probe_token_ids
         )
-    response = pb.WatchVersionsResponse(
+    return pb.WatchVersionsResponse(
         event=pb.WatchVersionsResponse.EVENT_PREPARE,
         version=version,
         layout_hash=event.source.layout_hash,
@@ -101,17 +93,6 @@ def to_event(event: Event, replica: Replica) -> pb.WatchVersionsResponse:
         base_epoch=manifest.base_epoch,
         timeout_seconds=max(0.0, event.deadline - time.monotonic()),
     )
-    if manifest.inline and replica.inline:
-        response.region_handle, response.transport = manifest.inline.handle, manifest.inline.transport
-        for part in inline_slices(manifest.inline, replica.inline):
-            response.slices.add(
-                name=part.name,
-                remote_offset_bytes=part.remote_offset,
-                local_offset_bytes=part.local_offset,
-                length_bytes=part.length,
-                checksum=part.checksum,
-            )
-    return response
 
 
 def to_lease(lease: Lease) -> pb.WatchLeasesResponse:

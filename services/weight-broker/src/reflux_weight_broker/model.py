@@ -43,12 +43,11 @@ class Model:
             for owner in self.owners.of("" if action.owner == PUBLISHER else action.owner):
                 owner.send(messages.to_lease(action))
             return
-        replica = self.machine.fleet.replicas.get(action.replica)
         for stream in self.replicas.of(action.replica, action.incarnation):
             if isinstance(action, Dismiss):
                 stream.end(action.reason)
-            elif replica:
-                stream.send(messages.to_event(action, replica))
+            else:
+                stream.send(messages.to_event(action))
 
     def judge(self, epoch: int, verdicts: Mapping[str, str]) -> None:
         """Tells replicas that wait what is wrong with them."""

@@ -1,18 +1,16 @@
 """Requests to values. `parse_*` return values or raise `InvalidRequest` with the field's name."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TypeVar
 
-from reflux.common.v1 import common_pb2
 from reflux.weight_broker.v1 import weight_broker_service_pb2 as pb
 from reflux.weight_broker.v1 import weight_layout_pb2 as layout_pb
 from reflux.weight_broker.v1 import weight_version_pb2 as version_pb
 from reflux_kit.errors import InvalidRequest
-from reflux_transfer.errors import LayoutError, WrongHandle
+from reflux_transfer.errors import WrongHandle
 from reflux_transfer.handles import backend_of, unseal
-from reflux_transfer.layout import Layout, TensorSlot
-from reflux_weight_broker.plan import Inline, Kind, Manifest, Mode, Region, Tensors
+from reflux_weight_broker.plan import Kind, Manifest, Mode, Region, Tensors
 from reflux_weight_broker.records import Registration, Report
 
 T = TypeVar("T")
@@ -61,36 +59,20 @@ def require_epoch(field: str, value: int) -> int:
     return require_count(field, value, _MAX_EPOCH)
 
 
-def parse_layout(slots: Iterable[common_pb2.TensorSlot]) -> Layout:
-    """The tensors of a region."""
-    try:
-        layout = Layout(
-            tuple(TensorSlot(s.name, tuple(s.shape), s.dtype, s.offset_bytes, s.length_bytes) for s in slots)
-        )
-    except LayoutError as error:
-        raise InvalidRequest(f"layout: {error}", field="layout") from None
-    if layout.region_bytes >= _MAX_ADDRESS:
-        raise InvalidRequest(f"layout: {layout.region_bytes} bytes do not fit an address space", field="layout")
-    return layout
-
-
-def parse_register(request: pb.RegisterReplicaRequest, tensors: Tensors | None) -> tuple[str, Registration]:
-    """Model id and rank; `tensors` are those of the named layout, None when the message carries its own."""
-    inline = None if tensors else parse_layout(request.layout)
-    known = tensors or Tensors.inline(inline or parse_layout(request.layout))
+def parse_register(request: pb.RegisterReplicaRequest, tensors: Tensors) -> tuple[str, Registration]:
+    """Model id and rank; `tensors` are those of the named layout."""
     ranks = request.ranks or 1
-    if ranks != known.ranks:
-        raise InvalidRequest(f"ranks: the replica has {ranks} ranks, its layout {known.ranks}", field="ranks")
+    if ranks != tensors.ranks:
+        raise InvalidRequest(f"ranks: the replica has {ranks} ranks, its layout {tensors.ranks}", field="ranks")
     registration = Registration(
         require_name("replica", request.replica),
         require_name("incarnation", request.incarnation),
-        known,
+        tensors,
         require_count("rank", request.rank, ranks),
         _choice("mode", request.mode, _MODES),
         require_epoch("epoch", request.epoch),
         require_count("version", request.version),
         request.fingerprint,
-        inline,
     )
     return require_name("model_id", request.model_id), registration
 
@@ -123,8 +105,8 @@ def parse_ack(request: pb.AckVersionRequest) -> tuple[str, Report]:
     return request.model_id, report
 
 
-def parse_manifest(request: pb.BeginVersionRequest, tensors: Tensors | None) -> Manifest:
-    """What the publisher offers; `tensors` are those of the named layout, None when the message carries its own."""
+def parse_manifest(request: pb.BeginVersionRequest, tensors: Tensors) -> Manifest:
+    """What the publisher offers; `tensors` are those of the named layout."""
     model_id = require_name("model_id", request.model_id)
     kind = _choice("kind", request.kind, _KINDS)
     if (kind == "adapter") != (ADAPTERS in model_id):
@@ -133,23 +115,20 @@ def parse_manifest(request: pb.BeginVersionRequest, tensors: Tensors | None) -> 
         )
     if len(request.probe_token_ids) > _MAX_PROMPT:
         raise InvalidRequest(f"probe_token_ids: at most {_MAX_PROMPT} tokens", field="probe_token_ids")
-    inline = None if tensors else _inline(request)
-    known = tensors or Tensors.inline(parse_layout(request.layout))
     regions = parse_regions(request.regions, model_id)
-    if tensors and [region.rank for region in regions] != list(range(tensors.ranks)):
+    if [region.rank for region in regions] != list(range(tensors.ranks)):
         ranks = f"ranks {[region.rank for region in regions]}, the layout has {tensors.ranks} ranks"
         raise InvalidRequest(f"regions: every rank has one, in order; there are {ranks}", field="regions")
     return Manifest(
         model_id,
         require_count("version", request.version),
         require_name("request_id", request.request_id),
-        known,
+        tensors,
         regions,
         kind,
         require_epoch("base_epoch", request.base_epoch),
         parse_timeout(request),
         tuple(request.probe_token_ids),
-        inline,
     )
 
 
@@ -202,19 +181,6 @@ def parse_paths(request: pb.ReportPathsRequest) -> pb.ReportPathsRequest:
             field = "bytes_per_second"
             raise InvalidRequest(f"{field} must be a number of at least 0, it is {path.bytes_per_second}", field=field)
     return request
-
-
-def _inline(request: pb.BeginVersionRequest) -> Inline:
-    layout = parse_layout(request.layout)
-    if request.slice_bytes < 1:
-        raise InvalidRequest("slice_bytes must be at least 1", field="slice_bytes")
-    slices = sum(-(-slot.nbytes // request.slice_bytes) for slot in layout.slots)
-    if slices != len(request.checksums):
-        raise InvalidRequest(
-            f"checksums: {slices} slices need as many, not {len(request.checksums)}", field="checksums"
-        )
-    require_handle("region_handle", request.region_handle, request.transport, request.model_id)
-    return Inline(layout, tuple(request.checksums), request.slice_bytes, request.region_handle, request.transport)
 
 
 def _choice(field: str, number: int, choices: dict[int, T]) -> T:

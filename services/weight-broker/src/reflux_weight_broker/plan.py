@@ -7,8 +7,6 @@ from typing import Literal
 
 import xxhash
 
-from reflux_transfer.layout import Layout
-from reflux_transfer.pull import Slice
 from reflux_weight_broker.refusals import LayoutMismatch
 
 Kind = Literal["full", "delta", "adapter"]
@@ -24,12 +22,6 @@ class Tensors:
     hash: str
     ranks: int
     shapes: Mapping[str, tuple[tuple[int, ...], str]] = field(repr=False)
-
-    @classmethod
-    def inline(cls, layout: Layout) -> "Tensors":
-        """Those of a layout that came with its message, for a single rank."""
-        shapes = {slot.name: (slot.shape, slot.dtype) for slot in layout.slots}
-        return cls(f"inline:{xxhash.xxh3_128_hexdigest(repr(list(shapes.items())).encode())}", 1, shapes)
 
     @cached_property
     def signature(self) -> int:
@@ -60,17 +52,6 @@ class Region:
 
 
 @dataclass(frozen=True)
-class Inline:
-    """Layout and one xxh3_64 per piece of it, cut at `slice_bytes`: offers that carry them in their message."""
-
-    layout: Layout
-    checksums: tuple[int, ...]
-    slice_bytes: int
-    handle: bytes
-    transport: str
-
-
-@dataclass(frozen=True)
 class Manifest:
     """What a publisher offers. A delta starts from `base_epoch`, an adapter stands on top of it."""
 
@@ -78,12 +59,11 @@ class Manifest:
     version: int
     request_id: str
     tensors: Tensors
-    regions: tuple[Region, ...] = ()
+    regions: tuple[Region, ...]
     kind: Kind = "full"
     base_epoch: int = 0
     timeout_seconds: float = 60.0
     probe_token_ids: tuple[int, ...] = ()
-    inline: Inline | None = None
 
 
 def check_layouts(source: Tensors, destination: Tensors, replica: str) -> None:
@@ -94,23 +74,3 @@ def check_layouts(source: Tensors, destination: Tensors, replica: str) -> None:
         raise LayoutMismatch(
             f"the layout of replica {replica} differs from the publisher's: {', '.join(found[:_NAMED])}{more}"
         )
-
-
-def inline_slices(offer: Inline, destination: Layout) -> tuple[Slice, ...]:
-    """Slices that write every parameter byte of a destination with the same tensors exactly once.
-
-    Raises `ValueError` when the offer has not one checksum per slice.
-    """
-    pieces = list(offer.layout.pieces(offer.slice_bytes))
-    if len(pieces) != len(offer.checksums):
-        raise ValueError(f"{len(pieces)} slices need as many checksums, not {len(offer.checksums)}")
-    return tuple(
-        Slice(
-            piece.slot.name,
-            piece.slot.offset + piece.start,
-            destination.by_name[piece.slot.name].offset + piece.start,
-            piece.length,
-            checksum,
-        )
-        for piece, checksum in zip(pieces, offer.checksums, strict=True)
-    )

@@ -3,7 +3,6 @@
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
-from reflux_transfer.layout import Layout
 from reflux_weight_broker.health import Thresholds
 from reflux_weight_broker.plan import Kind, Manifest, Mode, Region, Tensors
 
@@ -102,8 +101,6 @@ class Replica:
     source: str = ""
     doubts: dict[str, str] = field(default_factory=dict)
     """Why requests must not go to it, by what found out: "probe", "fingerprint of rank <rank>"."""
-
-    inline: Layout | None = None
 
     @property
     def complete(self) -> bool:
@@ -213,7 +210,6 @@ class Registration:
     epoch: int = 0
     version: int = 0
     fingerprint: int = 0
-    inline: Layout | None = None
 
 
 @dataclass(frozen=True)

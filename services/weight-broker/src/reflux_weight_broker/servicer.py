@@ -94,7 +94,7 @@ class WeightBrokerServicer(WeightBrokerServiceServicer):
 
     async def RegisterReplica(self, request: pb.RegisterReplicaRequest, context: Context) -> pb.RegisterReplicaResponse:
         with _refusals():
-            tensors = await self._layouts.tensors(request.layout_hash)
+            tensors = await self._layouts.tensors(parsing.require_name("layout_hash", request.layout_hash))
             model_id, registration = parsing.parse_register(request, tensors)
             return pb.RegisterReplicaResponse(committed=await self._coordinator.register(model_id, registration))
 
@@ -118,7 +118,8 @@ class WeightBrokerServicer(WeightBrokerServiceServicer):
 
     async def BeginVersion(self, request: pb.BeginVersionRequest, context: Context) -> pb.BeginVersionResponse:
         with _refusals():
-            manifest = parsing.parse_manifest(request, await self._layouts.tensors(request.layout_hash))
+            tensors = await self._layouts.tensors(parsing.require_name("layout_hash", request.layout_hash))
+            manifest = parsing.parse_manifest(request, tensors)
             version = await self._coordinator.begin(
                 manifest,
                 publisher_epoch=parsing.require_epoch("publisher_epoch", request.publisher_epoch),

@@ -26,8 +26,7 @@ def for_reader(reader: Replica, duty: Duty, others: Iterable[Source]) -> list[So
     manifest = duty.manifest
     kind = "full" if manifest.kind == "delta" and not duty.base_served else manifest.kind
     found = [Source(PUBLISHER, manifest.tensors.hash, manifest.regions, kind)]
-    if not manifest.inline:
-        found += [source for source in others if source.name != reader.name]
+    found += [source for source in others if source.name != reader.name]
     return [source for source in found if source.name not in duty.tried]
 
 

@@ -12,7 +12,6 @@ from grpc.aio import AioRpcError, Channel
 from reflux.weight_broker.v1 import weight_broker_service_pb2 as pb
 from reflux.weight_broker.v1.weight_version_pb2 import ReplicaState, WeightVersion
 from reflux_kit.telemetry import span
-from reflux_transfer import arena
 from reflux_transfer.arenas.publisher import PublisherArenas
 from reflux_transfer.arenas.staging import Cast, Staging, copy
 from reflux_transfer.client import wire
@@ -111,7 +110,7 @@ class BrokerPublisher:
         self,
         channel: Channel,
         model_id: str,
-        arenas: PublisherArenas | arena.PublisherArenas,
+        arenas: PublisherArenas,
         *,
         layout: SpecLayout | None = None,
         key: bytes = b"",
@@ -156,7 +155,6 @@ class BrokerPublisher:
         Raises `ArenasBusy`, `PublishRefused`, `PublisherFenced`, or `AioRpcError` when the broker stays away.
         """
         arenas = self._arenas
-        assert isinstance(arenas, PublisherArenas), "publishing by regions needs arenas with headers"
         if self._open:
             self._open.close()  # a version that nobody finished
         started = time.monotonic()
@@ -217,61 +215,6 @@ class BrokerPublisher:
         """The learner's log-probs of the probe prompt under an epoch; replicas that differ become unhealthy."""
         request = pb.ReportProbeRequest(model_id=self._model_id, epoch=epoch, logprobs=logprobs)
         await self._announcer.stub.ReportProbe(request, timeout=CALL_SECONDS)
-
-    async def publish(
-        self, tensors: Mapping[str, Any], version: int, *, sync_timeout_seconds: float, min_replicas: int = 0
-    ) -> Published:
-        """`stage` and `distribute`."""
-        staged = await self.stage(tensors, sync_timeout_seconds)
-        return await self.distribute(
-            staged, version, sync_timeout_seconds=sync_timeout_seconds, min_replicas=min_replicas
-        )
-
-    async def stage(self, tensors: Mapping[str, Any], deadline_seconds: float) -> arena.StagedWeights:
-        """Copies name -> C-contiguous buffer into the free arena; afterwards the tensors may change again.
-
-        Raises `ArenasBusy` or `LayoutError`.
-        """
-        assert isinstance(self._arenas, arena.PublisherArenas)
-        return await asyncio.to_thread(self._arenas.stage, tensors, deadline_seconds)
-
-    async def distribute(
-        self,
-        staged: arena.StagedWeights,
-        version: int,
-        *,
-        sync_timeout_seconds: float,
-        min_replicas: int = 0,
-        request_id: str = "",
-    ) -> Published:
-        """Brings staged weights to all replicas; the replicas have the timeout to prepare and again to commit.
-
-        Raises `PublishAborted`, `PublishRefused`, `PublisherFenced`, or `AioRpcError` when the broker stays away.
-        """
-        start = time.monotonic()
-        seconds = 2 * sync_timeout_seconds + _SLACK_SECONDS
-        self._arenas.lease(staged.generation, _SYNC, seconds)
-        try:
-            with span("weights.publish", version=version):
-                request = pb.BeginVersionRequest(
-                    request_id=request_id or str(uuid.uuid4()),
-                    model_id=self._model_id,
-                    version=version,
-                    layout=wire.to_slots(self._arenas.layout),
-                    checksums=staged.checksums,
-                    slice_bytes=self._arenas.slice_bytes,
-                    region_handle=staged.handle,
-                    transport=self._arenas.transport,
-                    replay=self._replay,
-                    sync_timeout_seconds=sync_timeout_seconds,
-                    min_replicas=min_replicas,
-                )
-                begun_version, repeated = await self._announcer.announce(request, start + seconds)
-                begun = _Begun(request, begun_version, start, start + seconds, repeated)
-                outcome = await self._announcer.settle(begun.request, begun.version, begun.end)
-            return self._published(outcome, begun, staged.generation, staged.stage_seconds)
-        finally:
-            self._arenas.release(staged.generation, _SYNC)
 
     def _published(self, outcome: WeightVersion, begun: _Begun, generation: int, stage_seconds: float) -> Published:
         version = begun.request.version

@@ -16,15 +16,12 @@ from reflux.weight_broker.v1.weight_broker_service_pb2_grpc import WeightBrokerS
 from reflux_kit.errors import reason_of
 from reflux_kit.telemetry import span
 from reflux_transfer.client import wire
-from reflux_transfer.client.inline import InlineSubscriber, Receive, Received
 from reflux_transfer.client.leases import keep_leases
-from reflux_transfer.client.offer import Offer, Prepared, Route, SourceRegion, Update
+from reflux_transfer.client.offer import Offer, Prepared, Route, SourceRegion
 from reflux_transfer.client.receiver import Apply, Receiver
 from reflux_transfer.errors import ReadCancelled, TransferError
 from reflux_weightplan.spec import SpecLayout
 from reflux_weightplan.wire import layout_hash
-
-__all__ = ["Apply", "BrokerSubscriber", "Probe", "Receive", "Received", "Update"]
 
 log = logging.getLogger(__name__)
 
@@ -47,10 +44,6 @@ _Asked = tuple[int, int, tuple[SourceRegion, ...]]
 
 class BrokerSubscriber:
     """One rank's side of the protocol. Run `run()` as a task for the replica's life; it reconnects by itself."""
-
-    def __new__(cls, channel: Channel, *, receiver: Receiver | None = None, **fields: Any) -> Any:
-        """Without a receiver: one that follows offers with inline layouts."""
-        return super().__new__(cls) if receiver else InlineSubscriber(channel, **fields)
 
     def __init__(
         self,

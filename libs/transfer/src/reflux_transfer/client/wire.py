@@ -1,18 +1,14 @@
 """Values and the messages of the broker's protocol, and which of its calls may be repeated."""
 
-from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from reflux.common.v1 import common_pb2
 from reflux.weight_broker.v1 import weight_broker_service_pb2 as pb
 from reflux.weight_broker.v1 import weight_layout_pb2 as layout_pb
 from reflux.weight_broker.v1.weight_version_pb2 import WeightVersion
 from reflux_transfer import errors
 from reflux_transfer.client.layouts import chunks, from_message, to_message
 from reflux_transfer.client.offer import Kind, SourceRegion
-from reflux_transfer.layout import Layout
 from reflux_transfer.modes import Mode
-from reflux_transfer.pull import Slice
 from reflux_weightplan.errors import WeightPlanError
 from reflux_weightplan.spec import SpecLayout
 
@@ -96,16 +92,3 @@ async def get_layout(stub: "WeightBrokerServiceAsyncStub", name: str) -> SpecLay
     request = pb.GetLayoutRequest(hash=name)
     parts = [part.chunk async for part in stub.GetLayout(request, timeout=_CALL_SECONDS)]
     return from_message(layout_pb.WeightLayout.FromString(b"".join(parts)))
-
-
-def to_slots(layout: Layout) -> list[common_pb2.TensorSlot]:
-    """The wire form of a layout."""
-    return [
-        common_pb2.TensorSlot(name=s.name, shape=s.shape, dtype=s.dtype, offset_bytes=s.offset, length_bytes=s.nbytes)
-        for s in layout.slots
-    ]
-
-
-def to_slices(slices: Iterable[pb.Slice]) -> list[Slice]:
-    """The plan of a PREPARE event."""
-    return [Slice(s.name, s.remote_offset_bytes, s.local_offset_bytes, s.length_bytes, s.checksum) for s in slices]

@@ -141,46 +141,6 @@ class SamplingParams(_message.Message):
 Global___SamplingParams: _TypeAlias = SamplingParams  # noqa: Y015
 
 @_typing.final
-class TensorSlot(_message.Message):
-    """One tensor of a parameter layout."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    NAME_FIELD_NUMBER: _builtins.int
-    SHAPE_FIELD_NUMBER: _builtins.int
-    DTYPE_FIELD_NUMBER: _builtins.int
-    OFFSET_BYTES_FIELD_NUMBER: _builtins.int
-    LENGTH_BYTES_FIELD_NUMBER: _builtins.int
-    name: _builtins.str
-    """Hugging Face parameter name."""
-    dtype: _builtins.str
-    """Element type: "float32", "bfloat16", "float16", "int64", ..."""
-    offset_bytes: _builtins.int
-    """Byte offset inside the region."""
-    length_bytes: _builtins.int
-    """Length in bytes."""
-    @_builtins.property
-    def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Dimensions."""
-
-    def __init__(
-        self,
-        *,
-        name: _builtins.str = ...,
-        shape: _abc.Iterable[_builtins.int] | None = ...,
-        dtype: _builtins.str = ...,
-        offset_bytes: _builtins.int = ...,
-        length_bytes: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "length_bytes", b"length_bytes", "name", b"name", "offset_bytes", b"offset_bytes", "shape", b"shape"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___TensorSlot: _TypeAlias = TensorSlot  # noqa: Y015
-
-@_typing.final
 class Resources(_message.Message):
     """Resources of one member of a gang."""
 

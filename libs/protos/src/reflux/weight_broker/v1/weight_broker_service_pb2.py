@@ -22,86 +22,83 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
-from reflux.common.v1 import common_pb2 as reflux_dot_common_dot_v1_dot_common__pb2
 from reflux.weight_broker.v1 import weight_layout_pb2 as reflux_dot_weight__broker_dot_v1_dot_weight__layout__pb2
 from reflux.weight_broker.v1 import weight_version_pb2 as reflux_dot_weight__broker_dot_v1_dot_weight__version__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n3reflux/weight_broker/v1/weight_broker_service.proto\x12\x17reflux.weight_broker.v1\x1a\x1dreflux/common/v1/common.proto\x1a+reflux/weight_broker/v1/weight_layout.proto\x1a,reflux/weight_broker/v1/weight_version.proto\"\x98\x02\n\x16RegisterReplicaRequest\x12\x0f\n\x07replica\x18\x01 \x01(\t\x12\x10\n\x08model_id\x18\x02 \x01(\t\x12,\n\x06layout\x18\x03 \x03(\x0b\x32\x1c.reflux.common.v1.TensorSlot\x12\x13\n\x0bincarnation\x18\x04 \x01(\t\x12\r\n\x05\x65poch\x18\x05 \x01(\x03\x12\x0f\n\x07version\x18\x06 \x01(\x03\x12\x13\n\x0blayout_hash\x18\x07 \x01(\t\x12\x0c\n\x04rank\x18\x08 \x01(\r\x12\r\n\x05ranks\x18\t \x01(\r\x12\x31\n\x04mode\x18\n \x01(\x0e\x32#.reflux.weight_broker.v1.UpdateMode\x12\x13\n\x0b\x66ingerprint\x18\x0b \x01(\x06\"T\n\x17RegisterReplicaResponse\x12\x39\n\tcommitted\x18\x01 \x01(\x0b\x32&.reflux.weight_broker.v1.WeightVersion\"N\n\x14WatchVersionsRequest\x12\x0f\n\x07replica\x18\x01 \x01(\t\x12\x10\n\x08model_id\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\"\x92\x04\n\x15WatchVersionsResponse\x12\x43\n\x05\x65vent\x18\x01 \x01(\x0e\x32\x34.reflux.weight_broker.v1.WatchVersionsResponse.Event\x12\x37\n\x07version\x18\x02 \x01(\x0b\x32&.reflux.weight_broker.v1.WeightVersion\x12.\n\x06slices\x18\x03 \x03(\x0b\x32\x1e.reflux.weight_broker.v1.Slice\x12\x15\n\rregion_handle\x18\x04 \x01(\x0c\x12\x11\n\ttransport\x18\x05 \x01(\t\x12\x13\n\x0blayout_hash\x18\x06 \x01(\t\x12\x35\n\x07regions\x18\x07 \x03(\x0b\x32$.reflux.weight_broker.v1.RegionOffer\x12\x39\n\x04kind\x18\x08 \x01(\x0e\x32+.reflux.weight_broker.v1.WeightVersion.Kind\x12\x12\n\nbase_epoch\x18\t \x01(\x03\x12\x17\n\x0fprobe_token_ids\x18\n \x03(\r\x12\x17\n\x0ftimeout_seconds\x18\x0b \x01(\x01\"T\n\x05\x45vent\x12\x15\n\x11\x45VENT_UNSPECIFIED\x10\x00\x12\x11\n\rEVENT_PREPARE\x10\x01\x12\x10\n\x0c\x45VENT_COMMIT\x10\x02\x12\x0f\n\x0b\x45VENT_ABORT\x10\x03\"v\n\x05Slice\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x1b\n\x13remote_offset_bytes\x18\x02 \x01(\x04\x12\x1a\n\x12local_offset_bytes\x18\x03 \x01(\x04\x12\x14\n\x0clength_bytes\x18\x04 \x01(\x04\x12\x10\n\x08\x63hecksum\x18\x05 \x01(\x06\"\xaa\x05\n\x11\x41\x63kVersionRequest\x12\x0f\n\x07replica\x18\x01 \x01(\t\x12\x10\n\x08model_id\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x03\x12\x43\n\x07outcome\x18\x04 \x01(\x0e\x32\x32.reflux.weight_broker.v1.AckVersionRequest.Outcome\x12\r\n\x05\x65rror\x18\x05 \x01(\t\x12\r\n\x05\x62ytes\x18\x06 \x01(\x04\x12\x18\n\x10transfer_seconds\x18\x07 \x01(\x01\x12\x13\n\x0b\x66ingerprint\x18\x08 \x01(\x06\x12\x10\n\x08pause_ms\x18\t \x01(\x01\x12\x13\n\x0bincarnation\x18\n \x01(\t\x12\x41\n\x06reason\x18\x0b \x01(\x0e\x32\x31.reflux.weight_broker.v1.AckVersionRequest.Reason\x12\x35\n\x07regions\x18\x0c \x03(\x0b\x32$.reflux.weight_broker.v1.RegionOffer\x12\x0c\n\x04rank\x18\r \x01(\r\"\xbc\x01\n\x06Reason\x12\x16\n\x12REASON_UNSPECIFIED\x10\x00\x12\x13\n\x0fREASON_CHECKSUM\x10\x01\x12\x1a\n\x16REASON_GENERATION_GONE\x10\x02\x12\x14\n\x10REASON_PEER_GONE\x10\x03\x12\x13\n\x0fREASON_DEADLINE\x10\x04\x12\x18\n\x14REASON_BASE_MISMATCH\x10\x05\x12\x11\n\rREASON_LAYOUT\x10\x06\x12\x11\n\rREASON_ENGINE\x10\x07\"c\n\x07Outcome\x12\x17\n\x13OUTCOME_UNSPECIFIED\x10\x00\x12\x14\n\x10OUTCOME_PREPARED\x10\x01\x12\x15\n\x11OUTCOME_COMMITTED\x10\x02\x12\x12\n\x0eOUTCOME_FAILED\x10\x03\"M\n\x12\x41\x63kVersionResponse\x12\x37\n\x07version\x18\x01 \x01(\x0b\x32&.reflux.weight_broker.v1.WeightVersion\"\xdd\x03\n\x13\x42\x65ginVersionRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x10\n\x08model_id\x18\x02 \x01(\t\x12\x0f\n\x07version\x18\x03 \x01(\x03\x12,\n\x06layout\x18\x04 \x03(\x0b\x32\x1c.reflux.common.v1.TensorSlot\x12\x11\n\tchecksums\x18\x05 \x03(\x06\x12\x13\n\x0bslice_bytes\x18\x06 \x01(\x04\x12\x15\n\rregion_handle\x18\x07 \x01(\x0c\x12\x11\n\ttransport\x18\x08 \x01(\t\x12\x17\n\x0fpublisher_epoch\x18\t \x01(\x03\x12\x1c\n\x14sync_timeout_seconds\x18\n \x01(\x01\x12\x14\n\x0cmin_replicas\x18\x0b \x01(\r\x12\x0e\n\x06replay\x18\x0c \x01(\x08\x12\x13\n\x0blayout_hash\x18\r \x01(\t\x12\x35\n\x07regions\x18\x0e \x03(\x0b\x32$.reflux.weight_broker.v1.RegionOffer\x12\x39\n\x04kind\x18\x0f \x01(\x0e\x32+.reflux.weight_broker.v1.WeightVersion.Kind\x12\x12\n\nbase_epoch\x18\x10 \x01(\x03\x12\x17\n\x0fprobe_token_ids\x18\x11 \x03(\r\"O\n\x14\x42\x65ginVersionResponse\x12\x37\n\x07version\x18\x01 \x01(\x0b\x32&.reflux.weight_broker.v1.WeightVersion\"6\n\x13WatchVersionRequest\x12\x10\n\x08model_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\"O\n\x14WatchVersionResponse\x12\x37\n\x07version\x18\x01 \x01(\x0b\x32&.reflux.weight_broker.v1.WeightVersion\"4\n\x11GetVersionRequest\x12\x10\n\x08model_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\"a\n\x12GetVersionResponse\x12\x37\n\x07version\x18\x01 \x01(\x0b\x32&.reflux.weight_broker.v1.WeightVersion\x12\x12\n\nlast_epoch\x18\x02 \x01(\x03\"\'\n\x13ListReplicasRequest\x12\x10\n\x08model_id\x18\x01 \x01(\t\"O\n\x14ListReplicasResponse\x12\x37\n\x08replicas\x18\x01 \x03(\x0b\x32%.reflux.weight_broker.v1.ReplicaState\"=\n\x18\x44\x65registerReplicaRequest\x12\x0f\n\x07replica\x18\x01 \x01(\t\x12\x10\n\x08model_id\x18\x02 \x01(\t\"*\n\x19\x44\x65registerReplicaResponse\x12\r\n\x05\x66ound\x18\x01 \x01(\x08\"!\n\x10PutLayoutRequest\x12\r\n\x05\x63hunk\x18\x01 \x01(\x0c\"!\n\x11PutLayoutResponse\x12\x0c\n\x04hash\x18\x01 \x01(\t\" \n\x10GetLayoutRequest\x12\x0c\n\x04hash\x18\x01 \x01(\t\"\"\n\x11GetLayoutResponse\x12\r\n\x05\x63hunk\x18\x01 \x01(\x0c\"L\n\x12WatchLeasesRequest\x12\x10\n\x08model_id\x18\x01 \x01(\t\x12\x0f\n\x07replica\x18\x02 \x01(\t\x12\x13\n\x0bgenerations\x18\x03 \x03(\x04\"J\n\x13WatchLeasesResponse\x12\x12\n\ngeneration\x18\x01 \x01(\x04\x12\x0e\n\x06holder\x18\x02 \x01(\t\x12\x0f\n\x07seconds\x18\x03 \x01(\x01\"X\n\x12ReportProbeRequest\x12\x10\n\x08model_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\x12\x0f\n\x07replica\x18\x03 \x01(\t\x12\x10\n\x08logprobs\x18\x04 \x03(\x02\"$\n\x13ReportProbeResponse\x12\r\n\x05\x66\x61ult\x18\x01 \x01(\t\"[\n\x12ReportPathsRequest\x12\x0f\n\x07process\x18\x01 \x01(\t\x12\x34\n\x05paths\x18\x02 \x03(\x0b\x32%.reflux.weight_broker.v1.TransferPath\"\x15\n\x13ReportPathsResponse\"\x12\n\x10ListPathsRequest\"S\n\x11ListPathsResponse\x12>\n\tprocesses\x18\x01 \x03(\x0b\x32+.reflux.weight_broker.v1.ReportPathsRequest\"i\n\x0cTransferPath\x12\x11\n\ttransport\x18\x01 \x01(\t\x12\x0c\n\x04peer\x18\x02 \x01(\t\x12\x18\n\x10\x62ytes_per_second\x18\x03 \x01(\x01\x12\x0e\n\x06\x63hosen\x18\x04 \x01(\x08\x12\x0e\n\x06reason\x18\x05 \x01(\t*Y\n\nUpdateMode\x12\x1b\n\x17UPDATE_MODE_UNSPECIFIED\x10\x00\x12\x14\n\x10UPDATE_MODE_SWAP\x10\x01\x12\x18\n\x14UPDATE_MODE_IN_PLACE\x10\x02\x32\x80\x0c\n\x13WeightBrokerService\x12t\n\x0fRegisterReplica\x12/.reflux.weight_broker.v1.RegisterReplicaRequest\x1a\x30.reflux.weight_broker.v1.RegisterReplicaResponse\x12p\n\rWatchVersions\x12-.reflux.weight_broker.v1.WatchVersionsRequest\x1a..reflux.weight_broker.v1.WatchVersionsResponse0\x01\x12\x65\n\nAckVersion\x12*.reflux.weight_broker.v1.AckVersionRequest\x1a+.reflux.weight_broker.v1.AckVersionResponse\x12k\n\x0c\x42\x65ginVersion\x12,.reflux.weight_broker.v1.BeginVersionRequest\x1a-.reflux.weight_broker.v1.BeginVersionResponse\x12m\n\x0cWatchVersion\x12,.reflux.weight_broker.v1.WatchVersionRequest\x1a-.reflux.weight_broker.v1.WatchVersionResponse0\x01\x12\x65\n\nGetVersion\x12*.reflux.weight_broker.v1.GetVersionRequest\x1a+.reflux.weight_broker.v1.GetVersionResponse\x12k\n\x0cListReplicas\x12,.reflux.weight_broker.v1.ListReplicasRequest\x1a-.reflux.weight_broker.v1.ListReplicasResponse\x12z\n\x11\x44\x65registerReplica\x12\x31.reflux.weight_broker.v1.DeregisterReplicaRequest\x1a\x32.reflux.weight_broker.v1.DeregisterReplicaResponse\x12\x64\n\tPutLayout\x12).reflux.weight_broker.v1.PutLayoutRequest\x1a*.reflux.weight_broker.v1.PutLayoutResponse(\x01\x12\x64\n\tGetLayout\x12).reflux.weight_broker.v1.GetLayoutRequest\x1a*.reflux.weight_broker.v1.GetLayoutResponse0\x01\x12j\n\x0bWatchLeases\x12+.reflux.weight_broker.v1.WatchLeasesRequest\x1a,.reflux.weight_broker.v1.WatchLeasesResponse0\x01\x12h\n\x0bReportProbe\x12+.reflux.weight_broker.v1.ReportProbeRequest\x1a,.reflux.weight_broker.v1.ReportProbeResponse\x12h\n\x0bReportPaths\x12+.reflux.weight_broker.v1.ReportPathsRequest\x1a,.reflux.weight_broker.v1.ReportPathsResponse\x12\x62\n\tListPaths\x12).reflux.weight_broker.v1.ListPathsRequest\x1a*.reflux.weight_broker.v1.ListPathsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n3reflux/weight_broker/v1/weight_broker_service.proto\x12\x17reflux.weight_broker.v1\x1a+reflux/weight_broker/v1/weight_layout.proto\x1a,reflux/weight_broker/v1/weight_version.proto\"\xf8\x01\n\x16RegisterReplicaRequest\x12\x0f\n\x07replica\x18\x01 \x01(\t\x12\x10\n\x08model_id\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x04 \x01(\t\x12\r\n\x05\x65poch\x18\x05 \x01(\x03\x12\x0f\n\x07version\x18\x06 \x01(\x03\x12\x13\n\x0blayout_hash\x18\x07 \x01(\t\x12\x0c\n\x04rank\x18\x08 \x01(\r\x12\r\n\x05ranks\x18\t \x01(\r\x12\x31\n\x04mode\x18\n \x01(\x0e\x32#.reflux.weight_broker.v1.UpdateMode\x12\x13\n\x0b\x66ingerprint\x18\x0b \x01(\x06J\x04\x08\x03\x10\x04R\x06layout\"T\n\x17RegisterReplicaResponse\x12\x39\n\tcommitted\x18\x01 \x01(\x0b\x32&.reflux.weight_broker.v1.WeightVersion\"N\n\x14WatchVersionsRequest\x12\x0f\n\x07replica\x18\x01 \x01(\t\x12\x10\n\x08model_id\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\"\xec\x03\n\x15WatchVersionsResponse\x12\x43\n\x05\x65vent\x18\x01 \x01(\x0e\x32\x34.reflux.weight_broker.v1.WatchVersionsResponse.Event\x12\x37\n\x07version\x18\x02 \x01(\x0b\x32&.reflux.weight_broker.v1.WeightVersion\x12\x13\n\x0blayout_hash\x18\x06 \x01(\t\x12\x35\n\x07regions\x18\x07 \x03(\x0b\x32$.reflux.weight_broker.v1.RegionOffer\x12\x39\n\x04kind\x18\x08 \x01(\x0e\x32+.reflux.weight_broker.v1.WeightVersion.Kind\x12\x12\n\nbase_epoch\x18\t \x01(\x03\x12\x17\n\x0fprobe_token_ids\x18\n \x03(\r\x12\x17\n\x0ftimeout_seconds\x18\x0b \x01(\x01\"T\n\x05\x45vent\x12\x15\n\x11\x45VENT_UNSPECIFIED\x10\x00\x12\x11\n\rEVENT_PREPARE\x10\x01\x12\x10\n\x0c\x45VENT_COMMIT\x10\x02\x12\x0f\n\x0b\x45VENT_ABORT\x10\x03J\x04\x08\x03\x10\x04J\x04\x08\x04\x10\x05J\x04\x08\x05\x10\x06R\x06slicesR\rregion_handleR\ttransport\"\xaa\x05\n\x11\x41\x63kVersionRequest\x12\x0f\n\x07replica\x18\x01 \x01(\t\x12\x10\n\x08model_id\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x03\x12\x43\n\x07outcome\x18\x04 \x01(\x0e\x32\x32.reflux.weight_broker.v1.AckVersionRequest.Outcome\x12\r\n\x05\x65rror\x18\x05 \x01(\t\x12\r\n\x05\x62ytes\x18\x06 \x01(\x04\x12\x18\n\x10transfer_seconds\x18\x07 \x01(\x01\x12\x13\n\x0b\x66ingerprint\x18\x08 \x01(\x06\x12\x10\n\x08pause_ms\x18\t \x01(\x01\x12\x13\n\x0bincarnation\x18\n \x01(\t\x12\x41\n\x06reason\x18\x0b \x01(\x0e\x32\x31.reflux.weight_broker.v1.AckVersionRequest.Reason\x12\x35\n\x07regions\x18\x0c \x03(\x0b\x32$.reflux.weight_broker.v1.RegionOffer\x12\x0c\n\x04rank\x18\r \x01(\r\"\xbc\x01\n\x06Reason\x12\x16\n\x12REASON_UNSPECIFIED\x10\x00\x12\x13\n\x0fREASON_CHECKSUM\x10\x01\x12\x1a\n\x16REASON_GENERATION_GONE\x10\x02\x12\x14\n\x10REASON_PEER_GONE\x10\x03\x12\x13\n\x0fREASON_DEADLINE\x10\x04\x12\x18\n\x14REASON_BASE_MISMATCH\x10\x05\x12\x11\n\rREASON_LAYOUT\x10\x06\x12\x11\n\rREASON_ENGINE\x10\x07\"c\n\x07Outcome\x12\x17\n\x13OUTCOME_UNSPECIFIED\x10\x00\x12\x14\n\x10OUTCOME_PREPARED\x10\x01\x12\x15\n\x11OUTCOME_COMMITTED\x10\x02\x12\x12\n\x0eOUTCOME_FAILED\x10\x03\"M\n\x12\x41\x63kVersionResponse\x12\x37\n\x07version\x18\x01 \x01(\x0b\x32&.reflux.weight_broker.v1.WeightVersion\"\xb5\x03\n\x13\x42\x65ginVersionRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x10\n\x08model_id\x18\x02 \x01(\t\x12\x0f\n\x07version\x18\x03 \x01(\x03\x12\x17\n\x0fpublisher_epoch\x18\t \x01(\x03\x12\x1c\n\x14sync_timeout_seconds\x18\n \x01(\x01\x12\x14\n\x0cmin_replicas\x18\x0b \x01(\r\x12\x0e\n\x06replay\x18\x0c \x01(\x08\x12\x13\n\x0blayout_hash\x18\r \x01(\t\x12\x35\n\x07regions\x18\x0e \x03(\x0b\x32$.reflux.weight_broker.v1.RegionOffer\x12\x39\n\x04kind\x18\x0f \x01(\x0e\x32+.reflux.weight_broker.v1.WeightVersion.Kind\x12\x12\n\nbase_epoch\x18\x10 \x01(\x03\x12\x17\n\x0fprobe_token_ids\x18\x11 \x03(\rJ\x04\x08\x04\x10\x05J\x04\x08\x05\x10\x06J\x04\x08\x06\x10\x07J\x04\x08\x07\x10\x08J\x04\x08\x08\x10\tR\x06layoutR\tchecksumsR\x0bslice_bytesR\rregion_handleR\ttransport\"O\n\x14\x42\x65ginVersionResponse\x12\x37\n\x07version\x18\x01 \x01(\x0b\x32&.reflux.weight_broker.v1.WeightVersion\"6\n\x13WatchVersionRequest\x12\x10\n\x08model_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\"O\n\x14WatchVersionResponse\x12\x37\n\x07version\x18\x01 \x01(\x0b\x32&.reflux.weight_broker.v1.WeightVersion\"4\n\x11GetVersionRequest\x12\x10\n\x08model_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\"a\n\x12GetVersionResponse\x12\x37\n\x07version\x18\x01 \x01(\x0b\x32&.reflux.weight_broker.v1.WeightVersion\x12\x12\n\nlast_epoch\x18\x02 \x01(\x03\"\'\n\x13ListReplicasRequest\x12\x10\n\x08model_id\x18\x01 \x01(\t\"O\n\x14ListReplicasResponse\x12\x37\n\x08replicas\x18\x01 \x03(\x0b\x32%.reflux.weight_broker.v1.ReplicaState\"=\n\x18\x44\x65registerReplicaRequest\x12\x0f\n\x07replica\x18\x01 \x01(\t\x12\x10\n\x08model_id\x18\x02 \x01(\t\"*\n\x19\x44\x65registerReplicaResponse\x12\r\n\x05\x66ound\x18\x01 \x01(\x08\"!\n\x10PutLayoutRequest\x12\r\n\x05\x63hunk\x18\x01 \x01(\x0c\"!\n\x11PutLayoutResponse\x12\x0c\n\x04hash\x18\x01 \x01(\t\" \n\x10GetLayoutRequest\x12\x0c\n\x04hash\x18\x01 \x01(\t\"\"\n\x11GetLayoutResponse\x12\r\n\x05\x63hunk\x18\x01 \x01(\x0c\"L\n\x12WatchLeasesRequest\x12\x10\n\x08model_id\x18\x01 \x01(\t\x12\x0f\n\x07replica\x18\x02 \x01(\t\x12\x13\n\x0bgenerations\x18\x03 \x03(\x04\"J\n\x13WatchLeasesResponse\x12\x12\n\ngeneration\x18\x01 \x01(\x04\x12\x0e\n\x06holder\x18\x02 \x01(\t\x12\x0f\n\x07seconds\x18\x03 \x01(\x01\"X\n\x12ReportProbeRequest\x12\x10\n\x08model_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\x12\x0f\n\x07replica\x18\x03 \x01(\t\x12\x10\n\x08logprobs\x18\x04 \x03(\x02\"$\n\x13ReportProbeResponse\x12\r\n\x05\x66\x61ult\x18\x01 \x01(\t\"[\n\x12ReportPathsRequest\x12\x0f\n\x07process\x18\x01 \x01(\t\x12\x34\n\x05paths\x18\x02 \x03(\x0b\x32%.reflux.weight_broker.v1.TransferPath\"\x15\n\x13ReportPathsResponse\"\x12\n\x10ListPathsRequest\"S\n\x11ListPathsResponse\x12>\n\tprocesses\x18\x01 \x03(\x0b\x32+.reflux.weight_broker.v1.ReportPathsRequest\"i\n\x0cTransferPath\x12\x11\n\ttransport\x18\x01 \x01(\t\x12\x0c\n\x04peer\x18\x02 \x01(\t\x12\x18\n\x10\x62ytes_per_second\x18\x03 \x01(\x01\x12\x0e\n\x06\x63hosen\x18\x04 \x01(\x08\x12\x0e\n\x06reason\x18\x05 \x01(\t*Y\n\nUpdateMode\x12\x1b\n\x17UPDATE_MODE_UNSPECIFIED\x10\x00\x12\x14\n\x10UPDATE_MODE_SWAP\x10\x01\x12\x18\n\x14UPDATE_MODE_IN_PLACE\x10\x02\x32\x80\x0c\n\x13WeightBrokerService\x12t\n\x0fRegisterReplica\x12/.reflux.weight_broker.v1.RegisterReplicaRequest\x1a\x30.reflux.weight_broker.v1.RegisterReplicaResponse\x12p\n\rWatchVersions\x12-.reflux.weight_broker.v1.WatchVersionsRequest\x1a..reflux.weight_broker.v1.WatchVersionsResponse0\x01\x12\x65\n\nAckVersion\x12*.reflux.weight_broker.v1.AckVersionRequest\x1a+.reflux.weight_broker.v1.AckVersionResponse\x12k\n\x0c\x42\x65ginVersion\x12,.reflux.weight_broker.v1.BeginVersionRequest\x1a-.reflux.weight_broker.v1.BeginVersionResponse\x12m\n\x0cWatchVersion\x12,.reflux.weight_broker.v1.WatchVersionRequest\x1a-.reflux.weight_broker.v1.WatchVersionResponse0\x01\x12\x65\n\nGetVersion\x12*.reflux.weight_broker.v1.GetVersionRequest\x1a+.reflux.weight_broker.v1.GetVersionResponse\x12k\n\x0cListReplicas\x12,.reflux.weight_broker.v1.ListReplicasRequest\x1a-.reflux.weight_broker.v1.ListReplicasResponse\x12z\n\x11\x44\x65registerReplica\x12\x31.reflux.weight_broker.v1.DeregisterReplicaRequest\x1a\x32.reflux.weight_broker.v1.DeregisterReplicaResponse\x12\x64\n\tPutLayout\x12).reflux.weight_broker.v1.PutLayoutRequest\x1a*.reflux.weight_broker.v1.PutLayoutResponse(\x01\x12\x64\n\tGetLayout\x12).reflux.weight_broker.v1.GetLayoutRequest\x1a*.reflux.weight_broker.v1.GetLayoutResponse0\x01\x12j\n\x0bWatchLeases\x12+.reflux.weight_broker.v1.WatchLeasesRequest\x1a,.reflux.weight_broker.v1.WatchLeasesResponse0\x01\x12h\n\x0bReportProbe\x12+.reflux.weight_broker.v1.ReportProbeRequest\x1a,.reflux.weight_broker.v1.ReportProbeResponse\x12h\n\x0bReportPaths\x12+.reflux.weight_broker.v1.ReportPathsRequest\x1a,.reflux.weight_broker.v1.ReportPathsResponse\x12\x62\n\tListPaths\x12).reflux.weight_broker.v1.ListPathsRequest\x1a*.reflux.weight_broker.v1.ListPathsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'reflux.weight_broker.v1.weight_broker_service_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_UPDATEMODE']._serialized_start=3898
-  _globals['_UPDATEMODE']._serialized_end=3987
-  _globals['_REGISTERREPLICAREQUEST']._serialized_start=203
-  _globals['_REGISTERREPLICAREQUEST']._serialized_end=483
-  _globals['_REGISTERREPLICARESPONSE']._serialized_start=485
-  _globals['_REGISTERREPLICARESPONSE']._serialized_end=569
-  _globals['_WATCHVERSIONSREQUEST']._serialized_start=571
-  _globals['_WATCHVERSIONSREQUEST']._serialized_end=649
-  _globals['_WATCHVERSIONSRESPONSE']._serialized_start=652
-  _globals['_WATCHVERSIONSRESPONSE']._serialized_end=1182
-  _globals['_WATCHVERSIONSRESPONSE_EVENT']._serialized_start=1098
-  _globals['_WATCHVERSIONSRESPONSE_EVENT']._serialized_end=1182
-  _globals['_SLICE']._serialized_start=1184
-  _globals['_SLICE']._serialized_end=1302
-  _globals['_ACKVERSIONREQUEST']._serialized_start=1305
-  _globals['_ACKVERSIONREQUEST']._serialized_end=1987
-  _globals['_ACKVERSIONREQUEST_REASON']._serialized_start=1698
-  _globals['_ACKVERSIONREQUEST_REASON']._serialized_end=1886
-  _globals['_ACKVERSIONREQUEST_OUTCOME']._serialized_start=1888
-  _globals['_ACKVERSIONREQUEST_OUTCOME']._serialized_end=1987
-  _globals['_ACKVERSIONRESPONSE']._serialized_start=1989
-  _globals['_ACKVERSIONRESPONSE']._serialized_end=2066
-  _globals['_BEGINVERSIONREQUEST']._serialized_start=2069
-  _globals['_BEGINVERSIONREQUEST']._serialized_end=2546
-  _globals['_BEGINVERSIONRESPONSE']._serialized_start=2548
-  _globals['_BEGINVERSIONRESPONSE']._serialized_end=2627
-  _globals['_WATCHVERSIONREQUEST']._serialized_start=2629
-  _globals['_WATCHVERSIONREQUEST']._serialized_end=2683
-  _globals['_WATCHVERSIONRESPONSE']._serialized_start=2685
-  _globals['_WATCHVERSIONRESPONSE']._serialized_end=2764
-  _globals['_GETVERSIONREQUEST']._serialized_start=2766
-  _globals['_GETVERSIONREQUEST']._serialized_end=2818
-  _globals['_GETVERSIONRESPONSE']._serialized_start=2820
-  _globals['_GETVERSIONRESPONSE']._serialized_end=2917
-  _globals['_LISTREPLICASREQUEST']._serialized_start=2919
-  _globals['_LISTREPLICASREQUEST']._serialized_end=2958
-  _globals['_LISTREPLICASRESPONSE']._serialized_start=2960
-  _globals['_LISTREPLICASRESPONSE']._serialized_end=3039
-  _globals['_DEREGISTERREPLICAREQUEST']._serialized_start=3041
-  _globals['_DEREGISTERREPLICAREQUEST']._serialized_end=3102
-  _globals['_DEREGISTERREPLICARESPONSE']._serialized_start=3104
-  _globals['_DEREGISTERREPLICARESPONSE']._serialized_end=3146
-  _globals['_PUTLAYOUTREQUEST']._serialized_start=3148
-  _globals['_PUTLAYOUTREQUEST']._serialized_end=3181
-  _globals['_PUTLAYOUTRESPONSE']._serialized_start=3183
-  _globals['_PUTLAYOUTRESPONSE']._serialized_end=3216
-  _globals['_GETLAYOUTREQUEST']._serialized_start=3218
-  _globals['_GETLAYOUTREQUEST']._serialized_end=3250
-  _globals['_GETLAYOUTRESPONSE']._serialized_start=3252
-  _globals['_GETLAYOUTRESPONSE']._serialized_end=3286
-  _globals['_WATCHLEASESREQUEST']._serialized_start=3288
-  _globals['_WATCHLEASESREQUEST']._serialized_end=3364
-  _globals['_WATCHLEASESRESPONSE']._serialized_start=3366
-  _globals['_WATCHLEASESRESPONSE']._serialized_end=3440
-  _globals['_REPORTPROBEREQUEST']._serialized_start=3442
-  _globals['_REPORTPROBEREQUEST']._serialized_end=3530
-  _globals['_REPORTPROBERESPONSE']._serialized_start=3532
-  _globals['_REPORTPROBERESPONSE']._serialized_end=3568
-  _globals['_REPORTPATHSREQUEST']._serialized_start=3570
-  _globals['_REPORTPATHSREQUEST']._serialized_end=3661
-  _globals['_REPORTPATHSRESPONSE']._serialized_start=3663
-  _globals['_REPORTPATHSRESPONSE']._serialized_end=3684
-  _globals['_LISTPATHSREQUEST']._serialized_start=3686
-  _globals['_LISTPATHSREQUEST']._serialized_end=3704
-  _globals['_LISTPATHSRESPONSE']._serialized_start=3706
-  _globals['_LISTPATHSRESPONSE']._serialized_end=3789
-  _globals['_TRANSFERPATH']._serialized_start=3791
-  _globals['_TRANSFERPATH']._serialized_end=3896
-  _globals['_WEIGHTBROKERSERVICE']._serialized_start=3990
-  _globals['_WEIGHTBROKERSERVICE']._serialized_end=5526
+  _globals['_UPDATEMODE']._serialized_start=3637
+  _globals['_UPDATEMODE']._serialized_end=3726
+  _globals['_REGISTERREPLICAREQUEST']._serialized_start=172
+  _globals['_REGISTERREPLICAREQUEST']._serialized_end=420
+  _globals['_REGISTERREPLICARESPONSE']._serialized_start=422
+  _globals['_REGISTERREPLICARESPONSE']._serialized_end=506
+  _globals['_WATCHVERSIONSREQUEST']._serialized_start=508
+  _globals['_WATCHVERSIONSREQUEST']._serialized_end=586
+  _globals['_WATCHVERSIONSRESPONSE']._serialized_start=589
+  _globals['_WATCHVERSIONSRESPONSE']._serialized_end=1081
+  _globals['_WATCHVERSIONSRESPONSE_EVENT']._serialized_start=945
+  _globals['_WATCHVERSIONSRESPONSE_EVENT']._serialized_end=1029
+  _globals['_ACKVERSIONREQUEST']._serialized_start=1084
+  _globals['_ACKVERSIONREQUEST']._serialized_end=1766
+  _globals['_ACKVERSIONREQUEST_REASON']._serialized_start=1477
+  _globals['_ACKVERSIONREQUEST_REASON']._serialized_end=1665
+  _globals['_ACKVERSIONREQUEST_OUTCOME']._serialized_start=1667
+  _globals['_ACKVERSIONREQUEST_OUTCOME']._serialized_end=1766
+  _globals['_ACKVERSIONRESPONSE']._serialized_start=1768
+  _globals['_ACKVERSIONRESPONSE']._serialized_end=1845
+  _globals['_BEGINVERSIONREQUEST']._serialized_start=1848
+  _globals['_BEGINVERSIONREQUEST']._serialized_end=2285
+  _globals['_BEGINVERSIONRESPONSE']._serialized_start=2287
+  _globals['_BEGINVERSIONRESPONSE']._serialized_end=2366
+  _globals['_WATCHVERSIONREQUEST']._serialized_start=2368
+  _globals['_WATCHVERSIONREQUEST']._serialized_end=2422
+  _globals['_WATCHVERSIONRESPONSE']._serialized_start=2424
+  _globals['_WATCHVERSIONRESPONSE']._serialized_end=2503
+  _globals['_GETVERSIONREQUEST']._serialized_start=2505
+  _globals['_GETVERSIONREQUEST']._serialized_end=2557
+  _globals['_GETVERSIONRESPONSE']._serialized_start=2559
+  _globals['_GETVERSIONRESPONSE']._serialized_end=2656
+  _globals['_LISTREPLICASREQUEST']._serialized_start=2658
+  _globals['_LISTREPLICASREQUEST']._serialized_end=2697
+  _globals['_LISTREPLICASRESPONSE']._serialized_start=2699
+  _globals['_LISTREPLICASRESPONSE']._serialized_end=2778
+  _globals['_DEREGISTERREPLICAREQUEST']._serialized_start=2780
+  _globals['_DEREGISTERREPLICAREQUEST']._serialized_end=2841
+  _globals['_DEREGISTERREPLICARESPONSE']._serialized_start=2843
+  _globals['_DEREGISTERREPLICARESPONSE']._serialized_end=2885
+  _globals['_PUTLAYOUTREQUEST']._serialized_start=2887
+  _globals['_PUTLAYOUTREQUEST']._serialized_end=2920
+  _globals['_PUTLAYOUTRESPONSE']._serialized_start=2922
+  _globals['_PUTLAYOUTRESPONSE']._serialized_end=2955
+  _globals['_GETLAYOUTREQUEST']._serialized_start=2957
+  _globals['_GETLAYOUTREQUEST']._serialized_end=2989
+  _globals['_GETLAYOUTRESPONSE']._serialized_start=2991
+  _globals['_GETLAYOUTRESPONSE']._serialized_end=3025
+  _globals['_WATCHLEASESREQUEST']._serialized_start=3027
+  _globals['_WATCHLEASESREQUEST']._serialized_end=3103
+  _globals['_WATCHLEASESRESPONSE']._serialized_start=3105
+  _globals['_WATCHLEASESRESPONSE']._serialized_end=3179
+  _globals['_REPORTPROBEREQUEST']._serialized_start=3181
+  _globals['_REPORTPROBEREQUEST']._serialized_end=3269
+  _globals['_REPORTPROBERESPONSE']._serialized_start=3271
+  _globals['_REPORTPROBERESPONSE']._serialized_end=3307
+  _globals['_REPORTPATHSREQUEST']._serialized_start=3309
+  _globals['_REPORTPATHSREQUEST']._serialized_end=3400
+  _globals['_REPORTPATHSRESPONSE']._serialized_start=3402
+  _globals['_REPORTPATHSRESPONSE']._serialized_end=3423
+  _globals['_LISTPATHSREQUEST']._serialized_start=3425
+  _globals['_LISTPATHSREQUEST']._serialized_end=3443
+  _globals['_LISTPATHSRESPONSE']._serialized_start=3445
+  _globals['_LISTPATHSRESPONSE']._serialized_end=3528
+  _globals['_TRANSFERPATH']._serialized_start=3530
+  _globals['_TRANSFERPATH']._serialized_end=3635
+  _globals['_WEIGHTBROKERSERVICE']._serialized_start=3729
+  _globals['_WEIGHTBROKERSERVICE']._serialized_end=5265
 # @@protoc_insertion_point(module_scope)

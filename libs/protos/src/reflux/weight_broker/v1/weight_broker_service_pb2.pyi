@@ -8,7 +8,6 @@ from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
-from reflux.common.v1 import common_pb2 as _common_pb2
 from reflux.weight_broker.v1 import weight_layout_pb2 as _weight_layout_pb2
 from reflux.weight_broker.v1 import weight_version_pb2 as _weight_version_pb2
 import builtins as _builtins
@@ -54,7 +53,6 @@ class RegisterReplicaRequest(_message.Message):
 
     REPLICA_FIELD_NUMBER: _builtins.int
     MODEL_ID_FIELD_NUMBER: _builtins.int
-    LAYOUT_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
@@ -74,7 +72,7 @@ class RegisterReplicaRequest(_message.Message):
     version: _builtins.int
     """Version that the process already serves, after a reconnect."""
     layout_hash: _builtins.str
-    """Hash of the layout that its ranks form (PutLayout), instead of `layout`."""
+    """Hash of the layout that its ranks form (PutLayout); names, shapes and dtypes must equal the publisher's."""
     rank: _builtins.int
     """Rank of this process in that layout."""
     ranks: _builtins.int
@@ -83,16 +81,11 @@ class RegisterReplicaRequest(_message.Message):
     """How it takes new weights."""
     fingerprint: _builtins.int
     """Fingerprint of what the process already serves, after a reconnect."""
-    @_builtins.property
-    def layout(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TensorSlot]:
-        """Layout of its shadow arena; names, shapes and dtypes must equal the publisher's."""
-
     def __init__(
         self,
         *,
         replica: _builtins.str = ...,
         model_id: _builtins.str = ...,
-        layout: _abc.Iterable[_common_pb2.TensorSlot] | None = ...,
         incarnation: _builtins.str = ...,
         epoch: _builtins.int = ...,
         version: _builtins.int = ...,
@@ -104,7 +97,7 @@ class RegisterReplicaRequest(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "fingerprint", b"fingerprint", "incarnation", b"incarnation", "layout", b"layout", "layout_hash", b"layout_hash", "mode", b"mode", "model_id", b"model_id", "rank", b"rank", "ranks", b"ranks", "replica", b"replica", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "fingerprint", b"fingerprint", "incarnation", b"incarnation", "layout_hash", b"layout_hash", "mode", b"mode", "model_id", b"model_id", "rank", b"rank", "ranks", b"ranks", "replica", b"replica", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -179,9 +172,9 @@ class WatchVersionsResponse(_message.Message):
         EVENT_UNSPECIFIED: WatchVersionsResponse._Event.ValueType  # 0
         """Never used."""
         EVENT_PREPARE: WatchVersionsResponse._Event.ValueType  # 1
-        """Pull the slices into the shadow arena, verify, acknowledge PREPARED."""
+        """Do all that can be done while the old version is served, verify, acknowledge PREPARED."""
         EVENT_COMMIT: WatchVersionsResponse._Event.ValueType  # 2
-        """Swap to the shadow arena between decode steps, acknowledge COMMITTED."""
+        """Serve the version from between two decode steps on, acknowledge COMMITTED."""
         EVENT_ABORT: WatchVersionsResponse._Event.ValueType  # 3
         """Forget the epoch; the old weights stay."""
 
@@ -191,17 +184,14 @@ class WatchVersionsResponse(_message.Message):
     EVENT_UNSPECIFIED: WatchVersionsResponse.Event.ValueType  # 0
     """Never used."""
     EVENT_PREPARE: WatchVersionsResponse.Event.ValueType  # 1
-    """Pull the slices into the shadow arena, verify, acknowledge PREPARED."""
+    """Do all that can be done while the old version is served, verify, acknowledge PREPARED."""
     EVENT_COMMIT: WatchVersionsResponse.Event.ValueType  # 2
-    """Swap to the shadow arena between decode steps, acknowledge COMMITTED."""
+    """Serve the version from between two decode steps on, acknowledge COMMITTED."""
     EVENT_ABORT: WatchVersionsResponse.Event.ValueType  # 3
     """Forget the epoch; the old weights stay."""
 
     EVENT_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
-    SLICES_FIELD_NUMBER: _builtins.int
-    REGION_HANDLE_FIELD_NUMBER: _builtins.int
-    TRANSPORT_FIELD_NUMBER: _builtins.int
     LAYOUT_HASH_FIELD_NUMBER: _builtins.int
     REGIONS_FIELD_NUMBER: _builtins.int
     KIND_FIELD_NUMBER: _builtins.int
@@ -210,10 +200,6 @@ class WatchVersionsResponse(_message.Message):
     TIMEOUT_SECONDS_FIELD_NUMBER: _builtins.int
     event: Global___WatchVersionsResponse.Event.ValueType
     """What to do."""
-    region_handle: _builtins.bytes
-    """Publisher's region handle (libs/transfer), with PREPARE only."""
-    transport: _builtins.str
-    """Transport of the handle: "ucx", "shm", ..."""
     layout_hash: _builtins.str
     """Layout of the sources, with PREPARE only."""
     kind: _weight_version_pb2.WeightVersion.Kind.ValueType
@@ -225,10 +211,6 @@ class WatchVersionsResponse(_message.Message):
     @_builtins.property
     def version(self) -> _weight_version_pb2.WeightVersion:
         """Which version."""
-
-    @_builtins.property
-    def slices(self) -> _containers.RepeatedCompositeFieldContainer[Global___Slice]:
-        """Slices to pull, with PREPARE only."""
 
     @_builtins.property
     def regions(self) -> _containers.RepeatedCompositeFieldContainer[_weight_layout_pb2.RegionOffer]:
@@ -243,9 +225,6 @@ class WatchVersionsResponse(_message.Message):
         *,
         event: Global___WatchVersionsResponse.Event.ValueType = ...,
         version: _weight_version_pb2.WeightVersion | None = ...,
-        slices: _abc.Iterable[Global___Slice] | None = ...,
-        region_handle: _builtins.bytes = ...,
-        transport: _builtins.str = ...,
         layout_hash: _builtins.str = ...,
         regions: _abc.Iterable[_weight_layout_pb2.RegionOffer] | None = ...,
         kind: _weight_version_pb2.WeightVersion.Kind.ValueType = ...,
@@ -255,49 +234,11 @@ class WatchVersionsResponse(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_epoch", b"base_epoch", "event", b"event", "kind", b"kind", "layout_hash", b"layout_hash", "probe_token_ids", b"probe_token_ids", "region_handle", b"region_handle", "regions", b"regions", "slices", b"slices", "timeout_seconds", b"timeout_seconds", "transport", b"transport", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_epoch", b"base_epoch", "event", b"event", "kind", b"kind", "layout_hash", b"layout_hash", "probe_token_ids", b"probe_token_ids", "regions", b"regions", "timeout_seconds", b"timeout_seconds", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WatchVersionsResponse: _TypeAlias = WatchVersionsResponse  # noqa: Y015
-
-@_typing.final
-class Slice(_message.Message):
-    """One contiguous range to pull."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    NAME_FIELD_NUMBER: _builtins.int
-    REMOTE_OFFSET_BYTES_FIELD_NUMBER: _builtins.int
-    LOCAL_OFFSET_BYTES_FIELD_NUMBER: _builtins.int
-    LENGTH_BYTES_FIELD_NUMBER: _builtins.int
-    CHECKSUM_FIELD_NUMBER: _builtins.int
-    name: _builtins.str
-    """Tensor that the range belongs to."""
-    remote_offset_bytes: _builtins.int
-    """Offset in the publisher's region."""
-    local_offset_bytes: _builtins.int
-    """Offset in the replica's region."""
-    length_bytes: _builtins.int
-    """Length."""
-    checksum: _builtins.int
-    """xxh3_64 of the bytes."""
-    def __init__(
-        self,
-        *,
-        name: _builtins.str = ...,
-        remote_offset_bytes: _builtins.int = ...,
-        local_offset_bytes: _builtins.int = ...,
-        length_bytes: _builtins.int = ...,
-        checksum: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "length_bytes", b"length_bytes", "local_offset_bytes", b"local_offset_bytes", "name", b"name", "remote_offset_bytes", b"remote_offset_bytes"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___Slice: _TypeAlias = Slice  # noqa: Y015
 
 @_typing.final
 class AckVersionRequest(_message.Message):
@@ -357,7 +298,7 @@ class AckVersionRequest(_message.Message):
         OUTCOME_UNSPECIFIED: AckVersionRequest._Outcome.ValueType  # 0
         """Never used."""
         OUTCOME_PREPARED: AckVersionRequest._Outcome.ValueType  # 1
-        """All slices are in the shadow arena and verified."""
+        """All that COMMIT needs is there and verified."""
         OUTCOME_COMMITTED: AckVersionRequest._Outcome.ValueType  # 2
         """New sequences use the version."""
         OUTCOME_FAILED: AckVersionRequest._Outcome.ValueType  # 3
@@ -369,7 +310,7 @@ class AckVersionRequest(_message.Message):
     OUTCOME_UNSPECIFIED: AckVersionRequest.Outcome.ValueType  # 0
     """Never used."""
     OUTCOME_PREPARED: AckVersionRequest.Outcome.ValueType  # 1
-    """All slices are in the shadow arena and verified."""
+    """All that COMMIT needs is there and verified."""
     OUTCOME_COMMITTED: AckVersionRequest.Outcome.ValueType  # 2
     """New sequences use the version."""
     OUTCOME_FAILED: AckVersionRequest.Outcome.ValueType  # 3
@@ -403,7 +344,7 @@ class AckVersionRequest(_message.Message):
     transfer_seconds: _builtins.float
     """Seconds that the pull took, with PREPARED only."""
     fingerprint: _builtins.int
-    """xxh3_64 over all parameters in layout order, with COMMITTED only."""
+    """Fingerprint of the version, with PREPARED and COMMITTED; 0 says nothing."""
     pause_ms: _builtins.float
     """Milliseconds that decoding stood still, with COMMITTED only."""
     incarnation: _builtins.str
@@ -414,7 +355,7 @@ class AckVersionRequest(_message.Message):
     """Rank of the process."""
     @_builtins.property
     def regions(self) -> _containers.RepeatedCompositeFieldContainer[_weight_layout_pb2.RegionOffer]:
-        """The replica's own regions that others may read from now on, with COMMITTED only."""
+        """The replica's own regions that others may read from now on, with PREPARED and COMMITTED."""
 
     def __init__(
         self,
@@ -474,11 +415,6 @@ class BeginVersionRequest(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     MODEL_ID_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
-    LAYOUT_FIELD_NUMBER: _builtins.int
-    CHECKSUMS_FIELD_NUMBER: _builtins.int
-    SLICE_BYTES_FIELD_NUMBER: _builtins.int
-    REGION_HANDLE_FIELD_NUMBER: _builtins.int
-    TRANSPORT_FIELD_NUMBER: _builtins.int
     PUBLISHER_EPOCH_FIELD_NUMBER: _builtins.int
     SYNC_TIMEOUT_SECONDS_FIELD_NUMBER: _builtins.int
     MIN_REPLICAS_FIELD_NUMBER: _builtins.int
@@ -494,12 +430,6 @@ class BeginVersionRequest(_message.Message):
     """Model of the version."""
     version: _builtins.int
     """Number of optimizer steps behind the weights."""
-    slice_bytes: _builtins.int
-    """Length of a piece."""
-    region_handle: _builtins.bytes
-    """Handle of the arena (libs/transfer)."""
-    transport: _builtins.str
-    """Transport of the handle."""
     publisher_epoch: _builtins.int
     """Epoch token of the publisher: the highest epoch that it knows; a lower one than the last begun epoch is stale."""
     sync_timeout_seconds: _builtins.float
@@ -509,21 +439,11 @@ class BeginVersionRequest(_message.Message):
     replay: _builtins.bool
     """The publisher was restored from a checkpoint: its version may be lower than the committed one. The epoch still grows."""
     layout_hash: _builtins.str
-    """Hash of the publisher's layout (PutLayout), instead of `layout`. Checksums then lie in the regions' headers, and
-    the regions may still be filling.
-    """
+    """Hash of the publisher's layout (PutLayout). Checksums lie in the regions' headers; the regions may still be filling."""
     kind: _weight_version_pb2.WeightVersion.Kind.ValueType
     """What lies in the regions."""
     base_epoch: _builtins.int
     """Epoch that a delta starts from, or on top of which an adapter stands."""
-    @_builtins.property
-    def layout(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TensorSlot]:
-        """Layout of the publisher's arena."""
-
-    @_builtins.property
-    def checksums(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """xxh3_64 of each published slice, in layout order, each tensor cut into pieces of `slice_bytes`."""
-
     @_builtins.property
     def regions(self) -> _containers.RepeatedCompositeFieldContainer[_weight_layout_pb2.RegionOffer]:
         """Regions of all ranks of the publisher."""
@@ -538,11 +458,6 @@ class BeginVersionRequest(_message.Message):
         request_id: _builtins.str = ...,
         model_id: _builtins.str = ...,
         version: _builtins.int = ...,
-        layout: _abc.Iterable[_common_pb2.TensorSlot] | None = ...,
-        checksums: _abc.Iterable[_builtins.int] | None = ...,
-        slice_bytes: _builtins.int = ...,
-        region_handle: _builtins.bytes = ...,
-        transport: _builtins.str = ...,
         publisher_epoch: _builtins.int = ...,
         sync_timeout_seconds: _builtins.float = ...,
         min_replicas: _builtins.int = ...,
@@ -555,7 +470,7 @@ class BeginVersionRequest(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_epoch", b"base_epoch", "checksums", b"checksums", "kind", b"kind", "layout", b"layout", "layout_hash", b"layout_hash", "min_replicas", b"min_replicas", "model_id", b"model_id", "probe_token_ids", b"probe_token_ids", "publisher_epoch", b"publisher_epoch", "region_handle", b"region_handle", "regions", b"regions", "replay", b"replay", "request_id", b"request_id", "slice_bytes", b"slice_bytes", "sync_timeout_seconds", b"sync_timeout_seconds", "transport", b"transport", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_epoch", b"base_epoch", "kind", b"kind", "layout_hash", b"layout_hash", "min_replicas", b"min_replicas", "model_id", b"model_id", "probe_token_ids", b"probe_token_ids", "publisher_epoch", b"publisher_epoch", "regions", b"regions", "replay", b"replay", "request_id", b"request_id", "sync_timeout_seconds", b"sync_timeout_seconds", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
