@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -65,6 +65,30 @@ def holding(settings: EngineSettings, config: ModelConfig, layout: Layout, optio
     """Allocates the arenas. Raises `StartupError` where the transport does not work or the set budget is too small."""
     mode = _mode(settings, config, layout, options)
     log.info("weights are updated by %s: %s", mode.mode, mode.sentence)
+    with _opened(settings, layout, mode) as held:
+        yield held
+
+
+@contextmanager
+def holding_adapters(settings: EngineSettings, model: Layout) -> Iterator[dict[str, Holding]]:
+    """Arenas of the adapters that the settings name; they are small, so each has two buffers.
+
+    Raises `StartupError` for a tensor that the model lacks.
+    """
+    with ExitStack() as stack:
+        held = {}
+        for name, tensors in settings.adapters.items():
+            unknown = [tensor for tensor in tensors if tensor not in model.by_name]
+            if unknown or not tensors:
+                raise StartupError(f"REFLUX_ENGINE_ADAPTERS: {name} needs tensors of the model; unknown are {unknown}")
+            shapes = {slot.name: (slot.shape, slot.dtype) for slot in model.slots if slot.name in tensors}
+            mode = ModeChoice("swap", "an adapter")
+            held[name] = stack.enter_context(_opened(settings, Layout.from_shapes(shapes), mode))
+        yield held
+
+
+@contextmanager
+def _opened(settings: EngineSettings, layout: Layout, mode: ModeChoice) -> Iterator[Holding]:
     try:
         backend = open_backend(settings.transport)
     except BackendUnavailable as error:

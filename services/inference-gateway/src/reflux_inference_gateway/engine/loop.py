@@ -58,6 +58,9 @@ class EngineLoop:
         self._asked: set[Future[Any]] = set()
         self._swapped: Future[float] | None = None
         """Whoever waits for the first decode step after a swap."""
+        self.adapters: dict[str, Weights] = {}
+        """Adapters by name, as they were committed last; written by the engine's thread."""
+
         self.writes = 0
         """Grows when weights begin and when they end to be written or exchanged: odd meanwhile."""
 
@@ -121,6 +124,10 @@ class EngineLoop:
         until another swap works, `unfit` says why, and the future raises what `fill` raised.
         """
         return self._ask(lambda done: self._exchange(weights, fill, done))
+
+    def keep_adapter(self, name: str, weights: Weights) -> "Future[float]":
+        """Makes a version of an adapter current between two steps; the future ends when the old one is not read."""
+        return self._ask(lambda done: self._keep(name, weights, done))
 
     def score(self, token_ids: Sequence[int]) -> "Future[Scored]":
         """Scores a prompt under the current weights between two decode steps. Fails with EngineStopped."""
@@ -190,6 +197,12 @@ class EngineLoop:
             done.set_exception(error)
         finally:
             self.writes += 1
+
+    def _keep(self, name: str, weights: Weights, done: "Future[float]") -> None:
+        self.writes += 1
+        self.adapters[name] = weights
+        self.writes += 1
+        done.set_result(0.0)
 
     def _spoil(self, reason: str) -> None:
         """Ends all requests without their samples: who asked may ask another replica."""

@@ -11,7 +11,7 @@ import torch
 from reflux.inference_gateway.v1.engine_service_pb2_grpc import add_EngineServiceServicer_to_server
 from reflux_inference_gateway.engine import metrics
 from reflux_inference_gateway.engine.core import CoreOptions, EngineCore, Event
-from reflux_inference_gateway.engine.holding import Holding, holding, layout_of
+from reflux_inference_gateway.engine.holding import Holding, holding, holding_adapters, layout_of
 from reflux_inference_gateway.engine.http import EngineDoor
 from reflux_inference_gateway.engine.loading import LoadedModel, core_options, load_model
 from reflux_inference_gateway.engine.loop import EngineLoop
@@ -20,7 +20,7 @@ from reflux_inference_gateway.engine.replica import Description, Fatal
 from reflux_inference_gateway.engine.servicer import SERVICE_NAME, EngineServicer
 from reflux_inference_gateway.engine.settings import EngineSettings
 from reflux_inference_gateway.engine.types import ModelLimits
-from reflux_inference_gateway.engine.weights import Follower, following, probe_transfer
+from reflux_inference_gateway.engine.weights import Followed, Follower, following, probe_transfer
 from reflux_kit.server import Bound, Mount, Service, serve
 
 _GIL_SWITCH_SECONDS = 0.0005
@@ -36,16 +36,22 @@ async def build(settings: EngineSettings) -> AsyncIterator[Service]:
     options = core_options(settings, model.config)
     model_id = settings.model_id or settings.run or model.folder.resolve().name
     async with AsyncExitStack() as stack:
-        held = None
+        held, adapters = None, {}
         if settings.weights == "broker":
             held = stack.enter_context(holding(settings, model.config, layout_of(model.weights.params), options))
             model = replace(model, weights=held.adopt(model.weights.params))
-        yield await stack.enter_async_context(_running(settings, model, options, model_id, held))
+            adapters = stack.enter_context(holding_adapters(settings, held.layout))
+        yield await stack.enter_async_context(_running(settings, model, options, model_id, held, adapters))
 
 
 @asynccontextmanager
 async def _running(
-    settings: EngineSettings, model: LoadedModel, options: CoreOptions, model_id: str, held: Holding | None
+    settings: EngineSettings,
+    model: LoadedModel,
+    options: CoreOptions,
+    model_id: str,
+    held: Holding | None,
+    adapters: dict[str, Holding],
 ) -> AsyncIterator[Service]:
     def new_core(deliver: Callable[[str, Event], None]) -> EngineCore:
         return EngineCore(
@@ -64,14 +70,14 @@ async def _running(
     limits = ModelLimits(vocab_size=model.config.vocab_size, max_model_len=options.max_model_len)
     describe = Description(settings, model_id, options, engine)
     link = GatewayLink(settings, describe)
-    follower = Follower(engine, held, describe, link.announce) if held else None
+    followed = Followed(Follower(engine, held, describe, link.announce), adapters) if held else None
     metrics.observe(engine)
     door = EngineDoor(engine, model.tokenizer, limits, model_id, settings.stack_secret, settings.max_body_bytes)
     mount = Mount(EngineServicer(engine, limits, describe), add_EngineServiceServicer_to_server, SERVICE_NAME)
 
     def attend(bound: Bound) -> AbstractAsyncContextManager[None]:
         describe.bind(bound)
-        return _attended(settings, model_id, describe.name, follower, link, fatal)
+        return _attended(settings, model_id, describe.name, followed, engine, link, fatal)
 
     # The model stays for the life of the process; scanning it again and again costs tens of milliseconds.
     gc.collect()
@@ -87,13 +93,14 @@ async def _attended(
     settings: EngineSettings,
     model_id: str,
     replica: str,
-    follower: Follower | None,
+    followed: Followed | None,
+    engine: EngineLoop,
     link: GatewayLink,
     fatal: Fatal,
 ) -> AsyncIterator[None]:
     async with AsyncExitStack() as stack:
-        if follower is not None:
-            await stack.enter_async_context(following(settings, model_id, replica, follower, fatal))
+        if followed is not None:
+            await stack.enter_async_context(following(settings, model_id, replica, followed, engine, fatal))
         await stack.enter_async_context(link.running())
         yield
 

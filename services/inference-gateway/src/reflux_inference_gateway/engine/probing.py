@@ -7,7 +7,7 @@ import xxhash
 
 from reflux_inference_gateway.engine.holding import layout_of
 from reflux_inference_gateway.engine.loop import EngineLoop
-from reflux_kit.errors import Unavailable
+from reflux_kit.errors import NotFound, Unavailable
 from reflux_model.parameters import Parameters
 from reflux_transfer import fingerprint
 from reflux_transfer.layout import SLICE_BYTES
@@ -25,13 +25,16 @@ def fingerprint_of(params: Parameters) -> int:
     )
 
 
-async def live_fingerprint(engine: EngineLoop) -> tuple[int, int]:
+async def live_fingerprint(engine: EngineLoop, adapter: str = "") -> tuple[int, int]:
     """Epoch and fingerprint of what is served; decoding goes on meanwhile, so that a swap makes it begin anew.
 
-    Raises `Unavailable` while the weights are a mixture, or when they change all the time.
+    Raises `Unavailable` while the weights are a mixture, or when they change all the time, and `NotFound` for an
+    adapter that was never committed.
     """
     for _ in range(_ATTEMPTS):
-        writes, weights = engine.writes, engine.weights
+        if adapter and adapter not in engine.adapters:
+            raise NotFound(f"no version of adapter {adapter!r} is here", adapter=adapter)
+        writes, weights = engine.writes, engine.adapters[adapter] if adapter else engine.weights
         found = await asyncio.to_thread(fingerprint_of, weights.params)
         if engine.unfit is not None:
             raise Unavailable(engine.unfit)

@@ -59,7 +59,7 @@ class EngineServicer(EngineServiceServicer):
         return pb.AbortRequestsResponse(aborted_ids=aborted)
 
     async def GetFingerprint(self, request: pb.GetFingerprintRequest, context: Any) -> pb.GetFingerprintResponse:
-        epoch, fingerprint = await live_fingerprint(self._engine)
+        epoch, fingerprint = await live_fingerprint(self._engine, request.adapter)
         return pb.GetFingerprintResponse(epoch=epoch, fingerprint=fingerprint)
 
     async def ScorePrompt(self, request: pb.ScorePromptRequest, context: Any) -> pb.ScorePromptResponse:

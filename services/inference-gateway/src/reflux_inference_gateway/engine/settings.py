@@ -49,6 +49,9 @@ class EngineSettings(ServiceSettings):
     """`swap` keeps a second copy and pauses for an exchange of pointers, `in_place` pulls over the only copy and pauses
     for the transfer; `auto` takes `swap` where two copies and the KV cache fit the memory budget."""
 
+    adapters: dict[str, tuple[str, ...]] = Field(default={})
+    """Adapters whose versions the engine follows: name -> tensors of the model that it replaces, as JSON."""
+
     memory_budget_bytes: int = Field(default=0, ge=0)
     """Memory for weights and KV cache; 0 takes what the host has available at the start."""
 

@@ -2,8 +2,13 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from grpc.aio import Channel
 
 from reflux_inference_gateway.engine.holding import Holding
 from reflux_inference_gateway.engine.loop import EngineLoop
@@ -13,10 +18,10 @@ from reflux_kit.channel import open_channel
 from reflux_transfer.client.in_place import InPlaceReceiver
 from reflux_transfer.client.layouts import single_rank
 from reflux_transfer.client.offer import Update
-from reflux_transfer.client.receiver import Receiver
+from reflux_transfer.client.receiver import Apply
 from reflux_transfer.client.subscriber import BrokerSubscriber
 from reflux_transfer.client.swap import SwapReceiver
-from reflux_transfer.client.wire import RETRY, run_of
+from reflux_transfer.client.wire import ADAPTERS, RETRY, run_of
 from reflux_transfer.errors import BackendUnavailable
 from reflux_transfer.handles import Scope
 from reflux_transfer.probe import probe
@@ -66,44 +71,67 @@ class Follower:
         self._announce()
 
 
+@dataclass(frozen=True)
+class Followed:
+    """What a replica follows: the model, and adapters by name."""
+
+    model: Follower
+    adapters: Mapping[str, Holding] = field(default_factory=dict)
+
+
 @asynccontextmanager
 async def following(
     settings: EngineSettings,
     model_id: str,
     replica: str,
-    follower: Follower,
+    followed: Followed,
+    engine: EngineLoop,
     fatal: Callable[[str], None],
 ) -> AsyncIterator[None]:
-    """Keeps the engine at the broker's committed version while the block runs.
+    """Keeps the engine at the broker's committed versions while the block runs.
 
     `fatal` is called when the broker refuses the replica (another layout): it would serve old weights for ever.
     """
-    scope, holding = Scope(run_of(model_id)), follower.holding
-    receiver: Receiver = (
-        SwapReceiver(holding.arenas, scope=scope)
-        if holding.mode.mode == "swap"
-        else InPlaceReceiver(holding.arenas, scope=scope)
-    )
+    model = followed.model
     async with open_channel(settings.broker_address, settings, retry=RETRY, subject="engine") as channel:
-        subscriber = BrokerSubscriber(
-            channel,
-            replica=replica,
-            model_id=model_id,
-            layout=single_rank(holding.layout),
-            receiver=receiver,
-            apply=follower.apply,
-            probe=follower.score,
-            judged=follower.judged,
-        )
-        task = asyncio.create_task(subscriber.run())
+        subscribe = partial(_subscriber, channel, replica)
+        subscribers = [
+            subscribe(model_id, model.holding, model.apply, probe=model.score, judged=model.judged),
+            *(
+                subscribe(f"{model_id}{ADAPTERS}{name}", holding, _keeps(engine, name, holding))
+                for name, holding in followed.adapters.items()
+            ),
+        ]
 
         def ended(task: "asyncio.Task[None]") -> None:
             if not task.cancelled() and (error := task.exception()) is not None:
                 fatal(f"the weight broker refuses this replica: {error}")
 
-        task.add_done_callback(ended)
+        tasks = [asyncio.create_task(subscriber.run()) for subscriber in subscribers]
+        for task in tasks:
+            task.add_done_callback(ended)
         try:
             yield
         finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _subscriber(
+    channel: Channel, replica: str, model_id: str, holding: Holding, apply: Apply, **hooks: Any
+) -> BrokerSubscriber:
+    kind = SwapReceiver if holding.mode.mode == "swap" else InPlaceReceiver
+    receiver = kind(holding.arenas, scope=Scope(run_of(model_id)))
+    layout = single_rank(holding.layout)
+    return BrokerSubscriber(
+        channel, replica=replica, model_id=model_id, layout=layout, receiver=receiver, apply=apply, **hooks
+    )
+
+
+def _keeps(engine: EngineLoop, name: str, holding: Holding) -> Apply:
+    async def apply(update: Update) -> float:
+        weights = holding.weights(update.index, update.version, update.epoch)
+        return await asyncio.wrap_future(engine.keep_adapter(name, weights))
+
+    return apply

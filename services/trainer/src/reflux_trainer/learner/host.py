@@ -24,6 +24,7 @@ from reflux_kit.errors import NotFound, Unavailable, WrongState
 from reflux_model.folder import load_config
 from reflux_storage.stores.base import ObjectStore
 from reflux_storage.stream import ObjectReceipt
+from reflux_trainer.learner.adapters import AdapterPublishers, chosen
 from reflux_trainer.learner.core import Learner
 from reflux_trainer.learner.journal import Figures, Journal, Kind
 from reflux_trainer.learner.ops import CompletionData, GroupData
@@ -45,6 +46,7 @@ class Session:
     learner: Learner
     journal: Journal
     publisher: WeightPublisher
+    adapters: AdapterPublishers
     capture: StateCapture = field(default_factory=StateCapture)
     publishes: OrderedDict[str, asyncio.Task[Published]] = field(default_factory=OrderedDict)
 
@@ -139,7 +141,8 @@ class LearnerHost:
         if journal.last:
             publisher.restored(epoch)
         await self._forget()
-        self.session = Session(model_id, learner, journal, publisher)
+        adapters = AdapterPublishers(self._broker, model_id, outlet)
+        self.session = Session(model_id, learner, journal, publisher, adapters)
         log.info("model %s is at operation %d, version %d", model_id, journal.last, learner.version)
         return self.session
 
@@ -154,15 +157,18 @@ class LearnerHost:
             return figures
 
     async def _publish(self, session: Session, order: PublishOrder) -> Published:
-        publisher = session.publisher
         async with self._publishing, AsyncExitStack() as until_finished:
             await self._broker_reached(order.sync_timeout_seconds)
             async with self._order:
                 # From the announcement on replicas wait for the weights, so no operation may come in between.
                 self._check_present(session)
-                publishing = await publisher.begin(session.learner.version, order)
+                params, publisher = session.learner.params, session.publisher
+                if order.adapter:
+                    params = chosen(params, order.adapter_tensors)
+                    publisher = await session.adapters.of(order.adapter, params)
+                publishing = await publisher.begin(session.learner.version, order, session.publisher.epoch)
                 await until_finished.enter_async_context(publishing)
-                await self._in_torch(publisher.write, publishing, session.learner.params)
+                await self._in_torch(publisher.write, publishing, params)
                 scores = await self._in_torch(_probe_scores, session.learner, order.probe_token_ids)
             if scores:
                 await publisher.report_probe(publishing, scores)
@@ -195,6 +201,7 @@ class LearnerHost:
     async def _forget(self) -> None:
         session, self.session = self.session, None
         if session is not None:
+            await session.adapters.close()
             await session.publisher.close()
 
     async def _finish(self, work: Coroutine[Any, Any, T]) -> T:

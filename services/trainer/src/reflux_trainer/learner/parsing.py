@@ -1,6 +1,7 @@
 """From LearnerService requests to values; every refusal names the field, the value and what would work."""
 
 import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import cast
@@ -13,6 +14,7 @@ from reflux_trainer.learner.ops import LOSSES, CompletionData, GroupData, LossNa
 from reflux_trainer.learner.publish import WEIGHT_DTYPES, Outlet, PublishOrder
 from reflux_transfer.registry import BACKENDS
 
+_ADAPTER = re.compile(r"[a-z0-9_-]{1,64}")
 _DEFAULT_EPS = 1e-8
 _DEFAULT_SYNC_SECONDS = 60.0
 _DEFAULT_DUAL_CLIP_BOUND = 3.0
@@ -54,6 +56,8 @@ def parse_publish(request: pb.PublishWeightsRequest, config: ModelConfig) -> Pub
         raise InvalidRequest("request_id is required: a UUID that makes retries safe")
     if request.sync_timeout_seconds < 0:
         raise InvalidRequest(f"sync_timeout_seconds must be 0 or more, got {request.sync_timeout_seconds}")
+    if request.adapter and not _ADAPTER.fullmatch(request.adapter):
+        raise InvalidRequest(f"adapter may have a-z, 0-9, - and _, got {request.adapter[:80]!r}", field="adapter")
     probe = request.probe_token_ids
     if probe:
         _check_ids("probe_token_ids", probe, config)
@@ -64,6 +68,8 @@ def parse_publish(request: pb.PublishWeightsRequest, config: ModelConfig) -> Pub
         sync_timeout_seconds=request.sync_timeout_seconds or _DEFAULT_SYNC_SECONDS,
         min_replicas=request.min_replicas,
         probe_token_ids=tuple(probe),
+        adapter=request.adapter,
+        adapter_tensors=tuple(request.adapter_tensors),
     )
 
 

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from grpc.aio import AioRpcError, Channel
@@ -36,6 +36,9 @@ class PublishOrder:
     min_replicas: int = 0
     probe_token_ids: tuple[int, ...] = ()
     """Prompt that learner and replicas score; empty compares nothing."""
+    adapter: str = ""
+    """Name of the adapter that is published instead of the model."""
+    adapter_tensors: tuple[str, ...] = ()
 
 
 class WeightPublisher:
@@ -57,10 +60,15 @@ class WeightPublisher:
         self.epoch = epoch
         self._broker.restored(epoch)
 
-    async def begin(self, version: int, order: PublishOrder) -> Publishing:
-        """Announces a version: replicas follow from now on, so write it soon. Errors as in `BrokerPublisher.begin`."""
+    async def begin(self, version: int, order: PublishOrder, base_epoch: int = 0) -> Publishing:
+        """Announces a version: replicas follow from now on, so write it soon. An adapter stands on `base_epoch`.
+
+        Errors as in `BrokerPublisher.begin`.
+        """
         return await self._broker.begin(
             version,
+            kind="adapter" if order.adapter else "full",
+            base_epoch=base_epoch if order.adapter else 0,
             sync_timeout_seconds=order.sync_timeout_seconds,
             min_replicas=order.min_replicas,
             request_id=order.request_id,
@@ -82,7 +90,7 @@ class WeightPublisher:
         """Waits until all replicas serve what was written; errors as in `Publishing.finish`."""
         published = await publishing.finish()
         self.epoch = published.epoch
-        return published
+        return replace(published, bytes=self.num_bytes)
 
     async def close(self) -> None:
         """Withdraws the arenas."""

@@ -95,7 +95,7 @@ class LearnerServicer(LearnerServiceServicer):
             epoch=published.epoch,
             stage_seconds=published.stage_seconds,
             sync_seconds=published.sync_seconds,
-            bytes=self._host.require(model_id).publisher.num_bytes,
+            bytes=published.bytes,
             fingerprint=published.fingerprint,
         )
 

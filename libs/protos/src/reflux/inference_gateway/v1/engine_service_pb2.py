@@ -26,7 +26,7 @@ from reflux.common.v1 import common_pb2 as reflux_dot_common_dot_v1_dot_common__
 from reflux.inference_gateway.v1 import replica_pb2 as reflux_dot_inference__gateway_dot_v1_dot_replica__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n0reflux/inference_gateway/v1/engine_service.proto\x12\x1breflux.inference_gateway.v1\x1a\x1dreflux/common/v1/common.proto\x1a)reflux/inference_gateway/v1/replica.proto\"\x9d\x01\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\r\x12\x13\n\x0bnum_samples\x18\x03 \x01(\r\x12\x32\n\x08sampling\x18\x04 \x01(\x0b\x32 .reflux.common.v1.SamplingParams\x12\x13\n\x0bwhole_group\x18\x05 \x01(\x08\"=\n\x10GenerateResponse\x12)\n\x07samples\x18\x01 \x03(\x0b\x32\x18.reflux.common.v1.Sample\"+\n\x14\x41\x62ortRequestsRequest\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t\",\n\x15\x41\x62ortRequestsResponse\x12\x13\n\x0b\x61\x62orted_ids\x18\x01 \x03(\t\"\x12\n\x10GetStatusRequest\"J\n\x11GetStatusResponse\x12\x35\n\x07replica\x18\x01 \x01(\x0b\x32$.reflux.inference_gateway.v1.Replica\"\x17\n\x15GetFingerprintRequest\"<\n\x16GetFingerprintResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\x06\"\'\n\x12ScorePromptRequest\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"G\n\x13ScorePromptResponse\x12\x10\n\x08logprobs\x18\x01 \x03(\x02\x12\x0f\n\x07version\x18\x02 \x01(\x03\x12\r\n\x05\x65poch\x18\x03 \x01(\x03\x32\xcb\x04\n\rEngineService\x12i\n\x08Generate\x12,.reflux.inference_gateway.v1.GenerateRequest\x1a-.reflux.inference_gateway.v1.GenerateResponse0\x01\x12v\n\rAbortRequests\x12\x31.reflux.inference_gateway.v1.AbortRequestsRequest\x1a\x32.reflux.inference_gateway.v1.AbortRequestsResponse\x12j\n\tGetStatus\x12-.reflux.inference_gateway.v1.GetStatusRequest\x1a..reflux.inference_gateway.v1.GetStatusResponse\x12y\n\x0eGetFingerprint\x12\x32.reflux.inference_gateway.v1.GetFingerprintRequest\x1a\x33.reflux.inference_gateway.v1.GetFingerprintResponse\x12p\n\x0bScorePrompt\x12/.reflux.inference_gateway.v1.ScorePromptRequest\x1a\x30.reflux.inference_gateway.v1.ScorePromptResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n0reflux/inference_gateway/v1/engine_service.proto\x12\x1breflux.inference_gateway.v1\x1a\x1dreflux/common/v1/common.proto\x1a)reflux/inference_gateway/v1/replica.proto\"\x9d\x01\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\r\x12\x13\n\x0bnum_samples\x18\x03 \x01(\r\x12\x32\n\x08sampling\x18\x04 \x01(\x0b\x32 .reflux.common.v1.SamplingParams\x12\x13\n\x0bwhole_group\x18\x05 \x01(\x08\"=\n\x10GenerateResponse\x12)\n\x07samples\x18\x01 \x03(\x0b\x32\x18.reflux.common.v1.Sample\"+\n\x14\x41\x62ortRequestsRequest\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t\",\n\x15\x41\x62ortRequestsResponse\x12\x13\n\x0b\x61\x62orted_ids\x18\x01 \x03(\t\"\x12\n\x10GetStatusRequest\"J\n\x11GetStatusResponse\x12\x35\n\x07replica\x18\x01 \x01(\x0b\x32$.reflux.inference_gateway.v1.Replica\"(\n\x15GetFingerprintRequest\x12\x0f\n\x07\x61\x64\x61pter\x18\x01 \x01(\t\"<\n\x16GetFingerprintResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\x06\"\'\n\x12ScorePromptRequest\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"G\n\x13ScorePromptResponse\x12\x10\n\x08logprobs\x18\x01 \x03(\x02\x12\x0f\n\x07version\x18\x02 \x01(\x03\x12\r\n\x05\x65poch\x18\x03 \x01(\x03\x32\xcb\x04\n\rEngineService\x12i\n\x08Generate\x12,.reflux.inference_gateway.v1.GenerateRequest\x1a-.reflux.inference_gateway.v1.GenerateResponse0\x01\x12v\n\rAbortRequests\x12\x31.reflux.inference_gateway.v1.AbortRequestsRequest\x1a\x32.reflux.inference_gateway.v1.AbortRequestsResponse\x12j\n\tGetStatus\x12-.reflux.inference_gateway.v1.GetStatusRequest\x1a..reflux.inference_gateway.v1.GetStatusResponse\x12y\n\x0eGetFingerprint\x12\x32.reflux.inference_gateway.v1.GetFingerprintRequest\x1a\x33.reflux.inference_gateway.v1.GetFingerprintResponse\x12p\n\x0bScorePrompt\x12/.reflux.inference_gateway.v1.ScorePromptRequest\x1a\x30.reflux.inference_gateway.v1.ScorePromptResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -46,13 +46,13 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETSTATUSRESPONSE']._serialized_start=489
   _globals['_GETSTATUSRESPONSE']._serialized_end=563
   _globals['_GETFINGERPRINTREQUEST']._serialized_start=565
-  _globals['_GETFINGERPRINTREQUEST']._serialized_end=588
-  _globals['_GETFINGERPRINTRESPONSE']._serialized_start=590
-  _globals['_GETFINGERPRINTRESPONSE']._serialized_end=650
-  _globals['_SCOREPROMPTREQUEST']._serialized_start=652
-  _globals['_SCOREPROMPTREQUEST']._serialized_end=691
-  _globals['_SCOREPROMPTRESPONSE']._serialized_start=693
-  _globals['_SCOREPROMPTRESPONSE']._serialized_end=764
-  _globals['_ENGINESERVICE']._serialized_start=767
-  _globals['_ENGINESERVICE']._serialized_end=1354
+  _globals['_GETFINGERPRINTREQUEST']._serialized_end=605
+  _globals['_GETFINGERPRINTRESPONSE']._serialized_start=607
+  _globals['_GETFINGERPRINTRESPONSE']._serialized_end=667
+  _globals['_SCOREPROMPTREQUEST']._serialized_start=669
+  _globals['_SCOREPROMPTREQUEST']._serialized_end=708
+  _globals['_SCOREPROMPTRESPONSE']._serialized_start=710
+  _globals['_SCOREPROMPTRESPONSE']._serialized_end=781
+  _globals['_ENGINESERVICE']._serialized_start=784
+  _globals['_ENGINESERVICE']._serialized_end=1371
 # @@protoc_insertion_point(module_scope)

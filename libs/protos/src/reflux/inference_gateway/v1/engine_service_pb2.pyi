@@ -177,16 +177,21 @@ Global___GetStatusResponse: _TypeAlias = GetStatusResponse  # noqa: Y015
 
 @_typing.final
 class GetFingerprintRequest(_message.Message):
-    """Nothing to choose."""
+    """Whose fingerprint."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    ADAPTER_FIELD_NUMBER: _builtins.int
+    adapter: _builtins.str
+    """Name of an adapter that the engine holds; empty is the model."""
     def __init__(
         self,
+        *,
+        adapter: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

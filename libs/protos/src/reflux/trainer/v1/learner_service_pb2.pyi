@@ -430,6 +430,8 @@ class PublishWeightsRequest(_message.Message):
     SYNC_TIMEOUT_SECONDS_FIELD_NUMBER: _builtins.int
     MIN_REPLICAS_FIELD_NUMBER: _builtins.int
     PROBE_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
+    ADAPTER_TENSORS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Client-chosen UUID that makes retries safe."""
     model_id: _builtins.str
@@ -438,9 +440,17 @@ class PublishWeightsRequest(_message.Message):
     """Seconds until the sync is given up."""
     min_replicas: _builtins.int
     """Replicas that must take part."""
+    adapter: _builtins.str
+    """Name of an adapter, a-z, 0-9, "-" and "_": only its tensors are published, as a version of
+    `<model_id>/adapters/<adapter>` on top of the committed weights. Empty publishes the model.
+    """
     @_builtins.property
     def probe_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Prompt whose log-probs learner and replicas compare under this version; empty compares nothing."""
+
+    @_builtins.property
+    def adapter_tensors(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Tensors of the adapter, as the model names them."""
 
     def __init__(
         self,
@@ -450,10 +460,12 @@ class PublishWeightsRequest(_message.Message):
         sync_timeout_seconds: _builtins.float = ...,
         min_replicas: _builtins.int = ...,
         probe_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        adapter: _builtins.str = ...,
+        adapter_tensors: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["min_replicas", b"min_replicas", "model_id", b"model_id", "probe_token_ids", b"probe_token_ids", "request_id", b"request_id", "sync_timeout_seconds", b"sync_timeout_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "adapter_tensors", b"adapter_tensors", "min_replicas", b"min_replicas", "model_id", b"model_id", "probe_token_ids", b"probe_token_ids", "request_id", b"request_id", "sync_timeout_seconds", b"sync_timeout_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
