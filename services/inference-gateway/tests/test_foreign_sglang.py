@@ -21,9 +21,11 @@ from reflux_inference_gateway.foreign.http_client import EngineHttp, engine_http
 from reflux_inference_gateway.foreign.replica import engine_layout
 from reflux_inference_gateway.foreign.sglang import SglangDisk, SglangSink
 from reflux_inference_gateway.foreign.sglang_distributed import SglangDistributed
+from reflux_inference_gateway.foreign.weight_file import WeightFile
 from reflux_transfer.arenas.publisher import PublisherArenas
 from reflux_transfer.backends.shm import ShmBackend
 from reflux_transfer.client.offer import Offer, Route, SourceRegion, layout_of_rank
+from reflux_transfer.intake import Intake
 from reflux_weightplan.spec import SpecLayout
 
 PAUSE, LOAD, GO_ON = "/pause_generation", "/update_weights_from_disk", "/continue_generation"
@@ -126,6 +128,17 @@ async def test_a_commit_that_fails_leaves_the_engine_stopped(fake, model_folder,
         with pytest.raises(EngineFailed, match="no room"):
             await sink.commit(1, 1)
     assert fake.calls[-1] == (PAUSE, {"mode": "abort"})
+
+
+def test_what_a_killed_adapter_left_is_removed_and_what_is_in_use_is_not(model_folder, tmp_path) -> None:
+    layout = Intake(engine_layout(model_folder, "bfloat16")).layout
+    (tmp_path / "reflux-weights-left").mkdir()
+    first = WeightFile(model_folder, layout, tmp_path)
+    second = WeightFile(model_folder, layout, tmp_path)
+    assert sorted(tmp_path.iterdir()) == sorted([first.folder, second.folder])
+    first.close()
+    second.close()
+    assert list(tmp_path.iterdir()) == []
 
 
 async def test_a_scratch_folder_that_does_not_exist_is_refused_at_the_start(fake, model_folder, tmp_path) -> None:

@@ -4,6 +4,7 @@ Format: https://huggingface.co/docs/safetensors - 8 bytes little-endian length o
 with spaces, then the tensors without gaps.
 """
 
+import fcntl
 import itertools
 import json
 import mmap
@@ -17,6 +18,7 @@ from reflux_transfer.layout import Layout
 _DTYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 _ALIGNMENT = 64
 _NAME = "model.safetensors"
+_PREFIX = "reflux-weights-"
 _WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".gguf")
 
 
@@ -26,7 +28,10 @@ class WeightFile:
     def __init__(self, model: Path, layout: Layout, scratch: Path) -> None:
         """Raises `OSError` when `scratch` has no room: pages are reserved here, not at the pull."""
         self._layout, head = layout, _header(layout)
-        self.folder = Path(tempfile.mkdtemp(prefix="reflux-weights-", dir=scratch))
+        _sweep(scratch)
+        self.folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=scratch))
+        self._lock = os.open(self.folder, os.O_RDONLY)
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
         for path in model.iterdir():
             if path.is_file() and not path.name.endswith(_WEIGHT_SUFFIXES):
                 (self.folder / path.name).symlink_to(path.resolve())
@@ -49,6 +54,20 @@ class WeightFile:
     def close(self) -> None:
         """Removes the folder; whoever has mapped the file keeps its bytes."""
         shutil.rmtree(self.folder, ignore_errors=True)
+        os.close(self._lock)
+
+
+def _sweep(scratch: Path) -> None:
+    """Removes the folders of adapters that were killed: the kernel ended their locks, but frees no memory."""
+    for folder in scratch.glob(f"{_PREFIX}*"):
+        fd = os.open(folder, os.O_RDONLY)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)
+        except BlockingIOError:
+            continue  # in use
+        finally:
+            os.close(fd)
 
 
 def _header(layout: Layout) -> bytes:
