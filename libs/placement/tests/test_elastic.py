@@ -1,6 +1,7 @@
 """Elastic jobs grow into idle room and shrink before anybody is preempted."""
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -131,6 +132,18 @@ def test_room_beyond_the_desired_size_goes_back_to_any_ask() -> None:
     assert _ranks(room, "a") == [0, 1]
     assert isinstance(shrink_for(room, live, _ask(_gang(3, 3, 3), priority=9)), Shrink)
     assert _ranks(room, "a") == [0]
+
+
+def test_room_that_goes_back_in_lots_is_given_back_in_whole_lots() -> None:
+    room = Room(_cluster())
+    one = _run(room, "a", _gang(4, 1, 8), [0, 1, 2, 3, 4, 5, 6, 7])
+    live = {"a": replace(one, smaller={"w": (2, 6)})}
+    assert isinstance(shrink_for(room, live, _ask(_gang(1, 1, 1), priority=-1)), Shrink)  # borrowed beyond 4
+    assert _ranks(room, "a") == [0, 1, 2, 3, 4, 5]
+    assert shrink_for(room, live, _ask(_gang(3, 3, 3), priority=-1)) is None  # 2 is less than it asked for
+    assert shrink_for(room, live, _ask(_gang(3, 3, 3))) is not None
+    assert _ranks(room, "a") == [0, 1]
+    assert shrink_for(room, live, _ask(_gang(7, 7, 7), priority=9)) is None
 
 
 def test_only_what_is_needed_is_given_back_and_the_least_important_gives_first() -> None:

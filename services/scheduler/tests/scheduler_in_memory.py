@@ -214,6 +214,12 @@ class InMemory:
     def jobs(self) -> Mapping[str, Job]:
         return self.controller.book.jobs
 
+    def forget_absent_agents(self) -> None:
+        """The time is over in which a new scheduler waits for the agents of before. Here no heartbeat ends it: agents
+        of nodes that died, and of grants that were given back, would be waited for without end."""
+        self.controller._began = float("-inf")
+        self.controller.wake()
+
     async def until(self, condition: Callable[[], bool], seconds: float = 20.0) -> None:
         async with asyncio.timeout(seconds):
             while not condition():

@@ -163,14 +163,15 @@ class History:
             world.fleet.registrations += 1
             world.controller.wake()
         elif kind == "up":
-            for node in list(world.machines.dead):
-                world.machines.dead.discard(node)
-                if self.cluster is None:
-                    world.machines.up((node, ""))
-                    world.controller.registered((node, ""))
+            back = set(world.machines.dead)
+            world.machines.dead.clear()
+            for post in self.posts():
+                if post[0] in back:
+                    world.machines.up(post)
+                    world.controller.registered(post)
         elif kind == "refuse" and self.cluster is not None:
             self.cluster.refuses = not self.cluster.refuses
-        elif kind == "drain" and self.cluster is None:
+        elif kind == "drain":
             await world.controller.drain(choose.choice(self.nodes), choose.choice((None, "test")))
         elif kind == "saved" and alive:
             await world.controller.saved(choose.choice(alive).id)
@@ -183,8 +184,6 @@ class History:
         for job in self.world.jobs.values():
             if job.final or job.state == "PENDING":
                 continue
-            if job.state == "PLACED" and self.cluster is not None and job.ending is None:
-                continue  # A part that shrank is not given back in pieces: its room may be long in coming.
             if job.state != "RUNNING" or job.ending is not None or job.retiring:
                 return False
             expected |= {
@@ -198,6 +197,7 @@ class History:
             self.world.machines.leave(key)
         for node in self.nodes:
             await self.world.controller.drain(node, None)
+        self.world.forget_absent_agents()
         await self.world.until(self.at_rest)
 
 

@@ -59,7 +59,7 @@ class Book:
             except (LookupError, Occupied) as error:
                 self.homeless[job.id] = f"the topology has changed: {error}"
             self._index(job)
-        log.info("took over %d jobs, %d of them placed", len(self._jobs), len(self._ledger.room.holdings))
+        log.info("took over %d jobs, %d of them placed", len(self._jobs), len(self._ledger.planned))
 
     @property
     def jobs(self) -> Mapping[str, Job]:
@@ -204,6 +204,7 @@ class Book:
             planned_placement(after) is not planned_placement(before)
             or after.ending is not before.ending
             or (after.retiring is not before.retiring or after.final != before.final)
+            or after.stranded is not before.stranded
         ):
             self._ledger.sync(after)
         moved = after.placement is not before.placement or after.retiring is not before.retiring

@@ -263,6 +263,9 @@ class Job:
     retiring: tuple[Seat, ...] = ()
     """Places that were left by shrinking or moving and whose processes may still run."""
 
+    stranded: tuple[Seat, ...] = ()
+    """Places that were left and that the cluster does not take back before the rest of their part."""
+
     next_placement: Placement | None = None
     """With an ending of "PENDING": where it goes at once (migration)."""
 

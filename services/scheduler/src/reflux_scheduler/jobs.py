@@ -6,6 +6,7 @@ take its final state and give its room back. An ending of "PENDING" leads back i
 migration): the next attempt starts with nothing but its history.
 """
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
@@ -174,8 +175,27 @@ def moved(job: Job, placement: Placement, kind: str, why: str, now: float) -> Jo
             members[label] = MemberStatus(
                 new.role, new.rank, new.node, new.part, restarts=restarts_so_far, carried_restarts=restarts_so_far
             )
-    job = replace(job, placement=placement, members=members, retiring=tuple(retiring))
+    stranded = _stranded(job, placement)
+    job = replace(job, placement=placement, members=members, retiring=tuple(retiring), stranded=stranded)
     return settled(note(job, kind, why, now), now)
+
+
+def _stranded(job: Job, placement: Placement) -> tuple[Seat, ...]:
+    """Places that no member has any more, in parts that some member still has: the cluster keeps them for the job. Not
+    those of members that were lost: with the node, or its agent, the cluster has lost the room too."""
+    assert job.placement is not None
+    if not job.parts:
+        return ()
+    used = Counter((seat.role, seat.part, seat.node, seat.gpus) for seat in placement.seats())
+    parts = {part for _, part, _, _ in used}
+    stranded: list[Seat] = []
+    for seat in (*job.placement.seats(), *job.stranded):
+        place = (seat.role, seat.part, seat.node, seat.gpus)
+        if used[place]:
+            used[place] -= 1
+        elif seat.part in parts and (seat in job.stranded or job.status(seat).state != "lost"):
+            stranded.append(seat)
+    return tuple(stranded)
 
 
 def _may_run(job: Job, seat: Seat, status: MemberStatus | None) -> bool:
@@ -196,7 +216,9 @@ def released(job: Job, part: int, now: float) -> Job:
     """The job after the cluster took a part back."""
     if all(each.number != part for each in job.parts):
         return job
-    return settled(replace(job, parts=tuple(each for each in job.parts if each.number != part)), now)
+    stranded = tuple(seat for seat in job.stranded if seat.part != part)
+    parts = tuple(each for each in job.parts if each.number != part)
+    return settled(replace(job, parts=parts, stranded=stranded), now)
 
 
 def to_start(job: Job) -> tuple[Seat, ...]:
@@ -269,6 +291,7 @@ def _requeued(job: Job, now: float) -> Job:
         job,
         parts=tuple(Part(number) for number in sorted(numbers) if number < job.next_part),
         placement=None,
+        stranded=(),
         next_placement=None,
         ending=None,
         members=members,

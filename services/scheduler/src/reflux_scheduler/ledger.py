@@ -5,6 +5,7 @@ standing in its old room until its processes are gone. Its successor is booked m
 in its way. What is booked follows from the stored jobs alone (`sync`), so a restart finds the same plan.
 """
 
+import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
@@ -15,6 +16,11 @@ from reflux_placement.gang import Assignment
 from reflux_placement.room import Holding, Room, gpu_indices
 from reflux_placement.topology import NODE, Ints, Topology
 from reflux_scheduler.job import Job, Placement, RolePlaces, Seat
+
+log = logging.getLogger(__name__)
+
+STRANDED = "/stranded"
+"""Follows the name of a job in the name of the booking of its `Job.stranded`."""
 
 
 class Ledger:
@@ -38,6 +44,7 @@ class Ledger:
             if planned is not None:
                 self.room.restore(job.name, self.holding(job, planned))
                 self._planned[job.name] = planned
+        self._keep_stranded(job)
         standing = _left_places(job)
         before = self._standing.pop(job.name, [])
         if standing:
@@ -45,6 +52,18 @@ class Ledger:
         if standing or before:
             self._standers = None
             self._left = self._left or len(standing) < len(before)
+
+    def _keep_stranded(self, job: Job) -> None:
+        """Books what the cluster does not take back yet, so that nobody is placed there."""
+        name = job.name + STRANDED
+        self.room.release(name)
+        if job.stranded and not job.final:
+            kept = Placement(NODE, "", _by_role(job.stranded))
+            try:
+                self.room.restore(name, self.holding(job, kept))
+            except Occupied as error:
+                # Members of the job itself were placed over it: they wait for the cluster, and no one else may come.
+                log.warning("%s", error)
 
     @property
     def planned(self) -> Mapping[str, Placement]:
@@ -62,7 +81,8 @@ class Ledger:
         Args:
             job: the job, with its places when it has some.
             assignment: where it goes.
-            part: number of the grant of members that are new or move.
+            part: number of the grant of members that are new or move. A job that holds grants asks for one per role,
+                numbered from here on, so that each can be given back when its role shrinks.
 
         Raises:
             Occupied: some node has too little free; the bookings are as before.
@@ -128,8 +148,10 @@ class Ledger:
             names = self._names
             nodes = tuple([names[index] for index in holding.node_M[start : start + count].tolist()])
             gpus = tuple(holding.gpus_M[start : start + count].tolist())
-            roles.append(RolePlaces(demand.role, nodes, gpus, _parts(job, demand.role, nodes, gpus, part)))
+            parts = _parts(job, demand.role, nodes, gpus, part)
+            roles.append(RolePlaces(demand.role, nodes, gpus, parts))
             start += count
+            part += bool(job.parts) and job.ending is None and part in parts
         return Placement(domain.level, domain.label, tuple(roles))
 
 
@@ -165,14 +187,35 @@ def gpus_on(job: Job, seat: Seat) -> tuple[int, ...]:
 
 
 def _parts(job: Job, role: str, nodes: tuple[str, ...], gpus: tuple[int, ...], part: int) -> tuple[int, ...]:
-    """The part of every member: its own where it stays, `part` where it is new."""
+    """The part of every member: its own where it stays, that of the member whose room it takes over, else `part`."""
     old = next((places for places in job.placement.roles if places.role == role), None) if job.placement else None
     if old is None or job.ending is not None:
         return (part,) * len(nodes)
-    kept = len(old.nodes)
+    before, now = list(zip(old.nodes, old.gpus, strict=True)), list(zip(nodes, gpus, strict=True))
+    stays = [rank < len(before) and before[rank] == place for rank, place in enumerate(now)]
+    left: dict[tuple[str, int], list[int]] = {}
+    for rank, place in enumerate(before):
+        if rank >= len(now) or not stays[rank]:
+            left.setdefault(place, []).append(old.parts[rank])
     return tuple(
-        old.parts[rank] if rank < kept and (old.nodes[rank], old.gpus[rank]) == (node, mask) else part
-        for rank, (node, mask) in enumerate(zip(nodes, gpus, strict=True))
+        old.parts[rank] if stays[rank] else left[place].pop() if left.get(place) else part
+        for rank, place in enumerate(now)
+    )
+
+
+def _by_role(seats: Iterable[Seat]) -> tuple[RolePlaces, ...]:
+    """Seats as columns per role, in whatever order of ranks."""
+    columns: dict[str, list[Seat]] = {}
+    for seat in seats:
+        columns.setdefault(seat.role, []).append(seat)
+    return tuple(
+        RolePlaces(
+            role,
+            tuple(seat.node for seat in each),
+            tuple(seat.gpus for seat in each),
+            tuple(seat.part for seat in each),
+        )
+        for role, each in columns.items()
     )
 
 

@@ -7,12 +7,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from reflux_placement.errors import Occupied
-from reflux_placement.gang import Assignment, GangDemand
+from reflux_placement.gang import Assignment
 from reflux_placement.policy.config import PolicyConfig
 from reflux_placement.policy.cycle import DEFAULT_CONFIG, decide
 from reflux_placement.policy.view import (
     Action,
-    Ask,
     Decision,
     Live,
     Migrate,
@@ -33,6 +32,7 @@ from reflux_scheduler.job import Job, Part, Placement
 from reflux_scheduler.ledger import Ledger, planned_placement, renumbered
 from reflux_scheduler.metrics import Metrics
 from reflux_scheduler.nodes import Nodes
+from reflux_scheduler.view import ask_of, live_of
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class Rules:
     """Room that the cluster does not give within this time is given up, and the job placed anew."""
 
     shared_agents: bool = True
-    """Rooms need no asking (backend `local`); elsewhere a gang never shrinks below what its first grant holds."""
+    """Rooms need no asking (backend `local`); elsewhere a gang gives back whole grants, and never its first one."""
 
 
 class Planner:
@@ -95,7 +95,7 @@ class Planner:
         self._refresh_lives(now)
         return View(
             room=self.room(),
-            pending=[_ask(job, job.spec.demand()) for job in pending],
+            pending=[ask_of(job, job.spec.demand()) for job in pending],
             live=dict(self._lives),
             queues=self._rules.queues,
             nodes=self._nodes.for_policy(now, self._rules.node_drain_seconds),
@@ -164,7 +164,7 @@ class Planner:
         def place(job: Job, placement: Placement) -> Job:
             if job.state != "PENDING":
                 return job
-            return jobs.placed(self._with_part(job), placement, time.time(), action.why)
+            return jobs.placed(self._with_parts(job, placement), placement, time.time(), action.why)
 
         job = await self._book_and_change(job, action.assignment, place)
         if job.placement is not None:
@@ -192,8 +192,7 @@ class Planner:
         def move(job: Job, placement: Placement) -> Job:
             if job.final or job.ending is not None:
                 return job
-            uses_part = any(job.next_part in places.parts for places in placement.roles)
-            return jobs.moved(self._with_part(job) if uses_part else job, placement, kind, why, time.time())
+            return jobs.moved(self._with_parts(job, placement), placement, kind, why, time.time())
 
         await self._book_and_change(job, assignment, move)
 
@@ -235,11 +234,13 @@ class Planner:
             if planned_placement(self._book.get(job.id)) is not placement:
                 self._ledger.undo(self._book.get(job.id))
 
-    def _with_part(self, job: Job) -> Job:
-        """The job with one more grant to ask for, where rooms have to be asked for."""
+    def _with_parts(self, job: Job, placement: Placement) -> Job:
+        """The job with the grants that it has to ask for at new places, where rooms have to be asked for."""
         if self._rules.shared_agents:
             return job
-        return replace(job, parts=(*job.parts, Part(job.next_part)), next_part=job.next_part + 1)
+        new = sorted({part for places in placement.roles for part in places.parts if part >= job.next_part})
+        parts = (*job.parts, *map(Part, new))
+        return replace(job, parts=parts, next_part=max(new, default=job.next_part - 1) + 1)
 
     async def _leave_lost(self) -> None:
         """A gang with lost members that the policy did nothing about goes back into the queue: it holds room and does
@@ -277,44 +278,11 @@ class Planner:
             if job is None or name not in self._ledger.room.holdings:
                 self._lives.pop(name, None)
                 continue
-            live = self._lives[name] = self._make_live(job, now)
+            live = self._lives[name] = live_of(
+                job, now, in_parts=not self._rules.shared_agents, move_loss_seconds=self._rules.move_loss_seconds
+            )
             if live.movable or job.ending is not None or now < job.grow_after:
                 self._unsettled.add(job_id)
-
-    def _make_live(self, job: Job, now: float) -> Live:
-        demand = job.spec.demand()
-        if not self._rules.shared_agents:
-            demand = _not_below_first_part(job, demand)
-        if job.state == "PLACED" or now < job.grow_after:
-            demand = _not_above_placed(job, demand)
-        started = job.running_at or job.started_at or job.placed_at or now
-        settled_here = job.state == "RUNNING" and job.ending is None and not job.retiring
-        return Live(
-            ask=replace(
-                _ask(job, demand),
-                preemptible=not job.spec.protected and job.ending is None,
-                # One that is ending will be gone as soon as its members are.
-                expected_seconds=now - started + 1.0 if job.ending is not None else job.spec.expected_seconds,
-            ),
-            started_at=started,
-            saved_at=max(started, job.saved_at),
-            movable=settled_here and job.saved_at > started and now - job.saved_at <= self._rules.move_loss_seconds,
-        )
-
-
-def _ask(job: Job, demand: GangDemand) -> Ask:
-    spec = job.spec
-    return Ask(
-        job=job.name,
-        number=job.number,
-        gang=demand,
-        submitted_at=job.queued_at or job.created_at,
-        queue=spec.queue,
-        priority=spec.priority,
-        preemptible=not spec.protected,
-        expected_seconds=spec.expected_seconds,
-        min_run_seconds=spec.min_run_seconds,
-    )
 
 
 def _id(name: str) -> str:
@@ -323,30 +291,3 @@ def _id(name: str) -> str:
 
 def _waits(job: Job, text: str) -> Job:
     return jobs.waiting(job, text) if job.state == "PENDING" else job
-
-
-def _not_above_placed(job: Job, demand: GangDemand) -> GangDemand:
-    """Room that was asked for is not asked for anew because more is idle by now: a gang grows once it has started, and
-    not soon after the cluster gave no room for that."""
-    if job.placement is None or all(role.most == role.least for role in demand.roles):
-        return demand
-    have = {places.role: len(places.nodes) for places in job.placement.roles}
-    roles = tuple(
-        replace(role, count=have[role.role], min_count=min(role.least, have[role.role]), max_count=have[role.role])
-        if role.role in have
-        else role
-        for role in demand.roles
-    )
-    return replace(demand, roles=roles)
-
-
-def _not_below_first_part(job: Job, demand: GangDemand) -> GangDemand:
-    """A grant cannot be given back in pieces: members of the first part stay until the job ends."""
-    if job.placement is None or all(role.most == role.least for role in demand.roles):
-        return demand
-    first = min((part.number for part in job.parts), default=0)
-    kept = {places.role: sum(part == first for part in places.parts) for places in job.placement.roles}
-    roles = tuple(
-        replace(role, min_count=max(role.least, min(kept.get(role.role, 0), role.count))) for role in demand.roles
-    )
-    return replace(demand, roles=roles)

@@ -20,6 +20,7 @@ from reflux_placement.room import Holding, Room
 from reflux_placement.topology import Topology, build_topology
 from reflux_scheduler.controller import Controller
 from reflux_scheduler.errors import UnknownJob
+from reflux_scheduler.ledger import STRANDED
 from reflux_scheduler.parse import parse_job_name, parse_node, parse_spec
 from reflux_scheduler.render import render_cost
 
@@ -108,14 +109,14 @@ def _view(controller: Controller, request: pb.SimulateRequest, topology: Topolog
 def _room_on(room: Room, topology: Topology, ended: frozenset[str], controller: Controller) -> Room:
     """The bookings on a topology that has more nodes."""
     if topology is room.topology:
-        room.release_all(ended)
+        room.release_all(name for job in ended for name in (job, job + STRANDED))
         return room
     old = room.topology
     at = np.array([topology.index_of(node.name) for node in old.nodes], dtype=np.int64)
     other = Room(topology)
     other.open_N[at] = room.open_N
     for job, holding in room.holdings.items():
-        if job not in ended:
+        if job.removesuffix(STRANDED) not in ended:
             nodes = {role: at[ranks] for role, ranks in holding.assignment.nodes.items()}
             assignment = Assignment(topology.levels[-1], 0, nodes)
             other.restore(job, Holding(holding.demand, assignment, at[holding.node_M], holding.gpus_M))

@@ -183,7 +183,7 @@ def shrink_for(
             low = middle + 1
         else:
             high = middle
-    sizes = _pruned(trial, dict(steps[:high]))
+    sizes = _pruned(trial, live, dict(steps[:high]))
     fitting = trial.fits_after(sizes)
     if fitting is None or not sizes:
         return None
@@ -210,7 +210,8 @@ def _steps(room: Room, live: Mapping[str, Live], allowed: Callable[[Live], bool]
             continue
         for demand in each.ask.gang.roles:
             have = len(room.holdings[job].assignment.nodes.get(demand.role, ()))
-            for turn, size in enumerate((demand.count, _floor(each.ask.gang, demand))):
+            for turn, wanted in enumerate((demand.count, _floor(each.ask.gang, demand))):
+                size = min(each.shrinks_to(demand.role, wanted, have), default=have)
                 if size < have and (turn == 0 or allowed(each)):
                     key = (turn, each.ask.priority, -each.ask.number, demand.role)
                     steps.append((key, (job, demand.role), size))
@@ -254,7 +255,7 @@ class _ShrinkTrial:
         return self._smaller[key]
 
 
-def _pruned(trial: _ShrinkTrial, sizes: Sizes) -> Sizes:
+def _pruned(trial: _ShrinkTrial, live: Mapping[str, Live], sizes: Sizes) -> Sizes:
     """Every size as large as it can be with the others fixed, the dearest first; jobs that need not shrink are out."""
     room = trial.room
     for where in reversed(list(sizes)):
@@ -262,14 +263,15 @@ def _pruned(trial: _ShrinkTrial, sizes: Sizes) -> Sizes:
         demand = room.holdings[job].demand.demand(role)
         unit = demand.segment_size or 1
         have = len(room.holdings[job].assignment.nodes.get(role, ()))
-        low, high = 0, (have - sizes[where]) // unit
+        options = live[job].shrinks_to(role, sizes[where], have, unit)
+        low, high = 0, len(options) - 1
         while low < high:
             middle = (low + high) // 2
-            if trial.fits_after(sizes | {where: have - middle * unit}) is None:
+            if trial.fits_after(sizes | {where: options[middle]}) is None:
                 low = middle + 1
             else:
                 high = middle
-        sizes = sizes | {where: have - high * unit}
+        sizes = sizes | {where: options[high]}
     return {
         (job, role): size
         for (job, role), size in sizes.items()

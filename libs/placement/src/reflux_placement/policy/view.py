@@ -63,6 +63,16 @@ class Live:
     movable: bool = False
     """A checkpoint is at hand, so that it may be migrated now."""
 
+    smaller: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    """Sizes that a role may shrink to for the sake of others, ascending, where room goes back in lots; a role that is
+    not named shrinks to any size."""
+
+    def shrinks_to(self, role: str, wanted: int, present: int, unit: int = 1) -> Sequence[int]:
+        """Sizes of a role from its present one down to `wanted`, in steps of `unit` where any size will do."""
+        if role not in self.smaller:
+            return range(present, wanted - 1, -unit)
+        return (present, *(size for size in reversed(self.smaller[role]) if wanted <= size < present))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
