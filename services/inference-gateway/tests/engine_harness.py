@@ -2,7 +2,8 @@
 
 import torch
 
-from reflux_inference_gateway.engine.core import CoreOptions, EngineCore, Weights
+from reflux_inference_gateway.engine.core import EngineCore
+from reflux_inference_gateway.engine.served import CoreOptions, Weights
 from reflux_inference_gateway.engine.types import FinishedSample, GroupRequest, Sampling, TokenDelta
 from reflux_model.folder import load_folder
 from reflux_model.training import logprobs

@@ -3,7 +3,7 @@ import random
 import pytest
 import torch
 
-from reflux_inference_gateway.engine.core import Weights
+from reflux_inference_gateway.engine.served import Weights
 from reflux_inference_gateway.engine.types import GroupRequest, Sampling, sample_seed
 from reflux_model.parameters import initial_parameters
 from reflux_model.training import logprobs

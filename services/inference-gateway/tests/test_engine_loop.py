@@ -4,10 +4,11 @@ import threading
 import pytest
 import torch
 
-from reflux_inference_gateway.engine.core import CoreOptions, EngineCore, Weights
+from reflux_inference_gateway.engine.core import EngineCore
 from reflux_inference_gateway.engine.holding import layout_of, views
 from reflux_inference_gateway.engine.loop import EngineLoop
 from reflux_inference_gateway.engine.probing import fingerprint_of, live_fingerprint
+from reflux_inference_gateway.engine.served import CoreOptions, Weights
 from reflux_inference_gateway.engine.types import EngineStopped, GroupRequest, QueueFull, Sampling
 from reflux_kit.errors import Unavailable
 from reflux_model.folder import load_folder

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from reflux_inference_gateway.engine import core as core_module
 from reflux_inference_gateway.engine import refresher as refresher_module
-from reflux_inference_gateway.engine.core import Weights
 from reflux_inference_gateway.engine.refresh import Pace, PauseMeter, Stale, next_pieces
+from reflux_inference_gateway.engine.served import Weights
 from reflux_model.parameters import initial_parameters
 
 from .engine_harness import Harness, check_spans, group, sharpened
@@ -53,6 +53,12 @@ def counts(core):
     }
 
 
+def resting(core):
+    """Samples that nobody decodes now, under the old weights neither."""
+    waits = [sequence.stale and not (core._old and sequence.lingering) for sequence in core._sequences]
+    return {(s.request.request_id, s.index) for s, rests in zip(core._sequences, waits, strict=True) if rests}
+
+
 @pytest.mark.parametrize("chunk", [1, 5, 23])
 def test_chunks_give_the_log_probs_of_one_big_refresh(model_folder, chunk):
     answers = []
@@ -61,7 +67,7 @@ def test_chunks_give_the_log_probs_of_one_big_refresh(model_folder, chunk):
         engine = started(model_folder, groups, max_rows=12)
         engine.core.refresher.pace = FixedPace(tokens)
         new = new_weights(engine, 2)
-        engine.core.swap(new)
+        engine.core.swap(new, overwritten=True)  # so that all draw the same tokens under the new weights
         engine.run()
         for one in groups:
             samples = [engine.samples[one.request_id][i] for i in range(one.num_samples)]
@@ -74,20 +80,55 @@ def test_chunks_give_the_log_probs_of_one_big_refresh(model_folder, chunk):
             assert torch.allclose(torch.tensor(sample.logprobs), torch.tensor(other.logprobs), atol=1e-4)
 
 
-def test_a_stale_row_never_decodes_and_a_fresh_one_always_does(model_folder):
+def test_a_stale_row_never_decodes_under_new_weights_and_a_fresh_one_always_does(model_folder):
     groups = some_groups(9, seed=1, max_tokens=40)
     engine = started(model_folder, groups, max_rows=16)
     engine.core.refresher.pace = FixedPace(6)
-    engine.core.swap(new_weights(engine, 2))
+    new = new_weights(engine, 2)
+    engine.core.swap(new)
     mixed = 0
     while any(stale for stale, _ in counts(engine.core).values()):
         before = counts(engine.core)
         engine.core.step()
-        after = counts(engine.core)
-        mixed += len({stale for stale, _ in after.values()}) == 2
-        for row, (stale, generated) in after.items():
-            assert generated == before[row][1] + (not stale)
+        after, rests = counts(engine.core), resting(engine.core)
+        mixed += 0 < len(rests) < len(after)
+        for row, (_, generated) in after.items():
+            assert generated == before[row][1] + (row not in rests)
     assert mixed > 3, "rows come back one after the other"
+    engine.run()
+    for one in groups:  # every token is one of the version that its span names
+        samples = [engine.samples[one.request_id][i] for i in range(one.num_samples)]
+        check_spans(engine, one, samples, {1: engine.params, 2: new.params})
+
+
+def test_rows_longer_than_a_chunk_go_on_under_the_old_weights_until_the_first_is_fresh(model_folder):
+    groups = [group(f"g{i}", [4 + i] * 30, 1, max_tokens=40, ignore_eos=True, seed=i) for i in range(6)]
+    engine = started(model_folder, groups, prefill_tokens=256)
+    engine.core.refresher.pace = FixedPace(8)
+    new, last = new_weights(engine, 2), [generated for _, generated in counts(engine.core).values()]
+    engine.core.swap(new)
+    steps = 0
+    while not engine.core.settled:
+        engine.core.step()
+        now, steps = [generated for _, generated in counts(engine.core).values()], steps + 1
+        assert sum(now) > sum(last), "somebody decodes in every step"
+        last = now
+    assert steps == 4, "32 positions, 8 at a time"
+    assert sum(stale for stale, _ in counts(engine.core).values()) == 5
+    engine.run()
+    spans = [[(span.version, span.start) for span in engine.samples[one.request_id][0].spans] for one in groups]
+    assert sorted(start[-1] for start in spans) == [(2, 3), *[(2, 6)] * 5]
+    for one in groups:
+        check_spans(engine, one, [engine.samples[one.request_id][0]], {1: engine.params, 2: new.params})
+
+
+def test_overwritten_weights_are_not_decoded_with(model_folder):
+    engine = started(model_folder, [group(f"g{i}", [4 + i] * 30, 1, max_tokens=40, ignore_eos=True) for i in range(3)])
+    engine.core.refresher.pace = FixedPace(8)
+    engine.core.swap(new_weights(engine, 2), overwritten=True)
+    before = counts(engine.core)
+    engine.core.step()
+    assert counts(engine.core) == {row: (True, generated) for row, (_, generated) in before.items()}
 
 
 class SimulatedCosts:
@@ -129,6 +170,18 @@ def test_the_pause_of_64_running_rows_is_one_decode_step(model_folder, monkeypat
         assert figures[-1].refreshed_tokens == tokens > running * 40
         assert 0 < figures[-1].pause_seconds <= 0.064 + 1e-9, "a decode step of 64 rows takes 64 ms"
         assert figures[-1].refresh_seconds >= tokens * 1e-3
+
+
+def test_the_pause_does_not_grow_with_the_length_of_the_rows(model_folder, monkeypatch):
+    clock, figures = SimulatedCosts(monkeypatch), []
+    engine = Harness(model_folder, max_rows=8, clock=clock, settled=figures.append)
+    engine.core.submit(group("long", [5] * 60, 8, max_tokens=30, ignore_eos=True))
+    for _ in range(3):
+        engine.core.step()
+    engine.core.swap(new_weights(engine, 2))
+    engine.run()
+    assert figures[-1].refreshed_tokens > 8 * 60
+    assert 0 < figures[-1].pause_seconds <= 0.020 + 1e-9, "a chunk takes 20 ms, a whole row 60"
 
 
 def test_swaps_that_come_faster_than_the_refresh_starve_no_row(model_folder):

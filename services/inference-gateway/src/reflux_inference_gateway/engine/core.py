@@ -6,56 +6,26 @@ Pure computation of one thread: `loop.py` owns the thread and the hand-over to a
 import time
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from reflux_inference_gateway.engine.batcher import Admission, Batcher, Ticket
-from reflux_inference_gateway.engine.kinds import KvPolicy
 from reflux_inference_gateway.engine.refresh import Pace, PauseMeter, SwapFigures, fresh_rows
 from reflux_inference_gateway.engine.refresher import Refresher
 from reflux_inference_gateway.engine.rows import Drawn, RowIndex, Rows
 from reflux_inference_gateway.engine.sequences import Sequence, start_sequence
+from reflux_inference_gateway.engine.served import CoreOptions, Scored, Weights
 from reflux_inference_gateway.engine.stops import Decode
 from reflux_inference_gateway.engine.types import FinishedSample, GroupRequest, TokenDelta
 from reflux_model.cache import SlotCache
 from reflux_model.config import ModelConfig
 from reflux_model.inference import Prefilled, decode_step, prefill
-from reflux_model.parameters import Parameters
 from reflux_model.training import logprobs
 
 Event = FinishedSample | TokenDelta
 Deliver = Callable[[str, Event], None]
 Settled = Callable[[SwapFigures], None]
-
-
-@dataclass(frozen=True, kw_only=True)
-class CoreOptions:
-    """Sizes and choices of one engine."""
-
-    max_rows: int
-    max_model_len: int
-    prefill_tokens_per_step: int = 4096
-    kv_after_swap: KvPolicy = "refresh"
-
-
-@dataclass(frozen=True)
-class Weights:
-    """One version of the parameters; the tensors may be views on an arena, which nobody writes while they are read."""
-
-    params: Parameters
-    version: int
-    epoch: int
-
-
-@dataclass(frozen=True)
-class Scored:
-    """Natural log-probs (temperature 1) of a prompt's tokens after the first, and the weights that they are of."""
-
-    logprobs: list[float]
-    version: int
-    epoch: int
 
 
 class EngineCore:
@@ -85,6 +55,7 @@ class EngineCore:
         self.generated_tokens = 0
         self.pause = PauseMeter(settled)
         self._clock = clock
+        self._old: Weights | None = None
         self._config = config
         self._deliver = deliver
         self._eos_ids = tuple(eos_ids)
@@ -131,19 +102,26 @@ class EngineCore:
         (scores,) = logprobs(self.weights.params, self._config, [token_ids[:1]], [[token_ids[1:]]])
         return Scored(scores.tolist(), self.weights.version, self.weights.epoch)
 
-    def swap(self, weights: Weights) -> None:
+    def swap(self, weights: Weights, *, overwritten: bool = False) -> None:
         """Makes new weights current, which takes no time: running sequences are stale from now on, and prefilled again
-        chunk by chunk in the next steps, or go on with the old keys and values.
+        chunk by chunk in the next steps, or go on with the old keys and values. Until the first of them is fresh the
+        others go on under the old weights, unless those are `overwritten`; `settled` turns true when nobody does.
         """
-        self.weights = weights
+        old, self.weights = self.weights, weights
         self._open_prompts.clear()
-        kept_kv = self.options.kv_after_swap == "keep"
-        generated = self._rows.generated_B[: len(self._sequences)].tolist()
-        for sequence, count in zip(self._sequences, generated, strict=True):
-            sequence.spans.swap(count, weights.version, kept_kv=kept_kv)
-        if not kept_kv:
+        if self.options.kv_after_swap == "keep":
+            generated = self._rows.generated_B[: len(self._sequences)].tolist()
+            for sequence, count in zip(self._sequences, generated, strict=True):
+                sequence.spans.swap(count, weights.version, kept_kv=True)
+        else:
             self.refresher.outdate(self._sequences)
+            self._old = None if overwritten else old
         self.pause.swapped(self._clock())
+
+    @property
+    def settled(self) -> bool:
+        """True when decoding goes on after the last swap and the old weights are no longer read."""
+        return self.pause.resumed and self._old is None
 
     def pending_tokens(self) -> int:
         """Tokens that running and waiting samples may still cost."""
@@ -151,32 +129,44 @@ class EngineCore:
 
     @torch.inference_mode()
     def step(self) -> bool:
-        """Refreshes a chunk, or admits what fits, and decodes one token for every fresh row; False when there was
-        nothing to do. Nobody is admitted while rows are stale: a prompt would make them wait longer.
+        """Refreshes a chunk, or admits what fits, and decodes a token for every fresh row; False when there was nothing
+        to do. Nobody is admitted while rows are stale: a prompt would make them wait longer.
         """
         running = len(self._sequences)
         if not running:
+            self._old = None
             self.pause.idle(self._clock())
         stale = self.refresher.stale(self._sequences)
         admissions = [] if stale else self.batcher.admit()
         if not admissions and not running:
             return False
         if stale:
-            self.pause.refreshed(self.refresher.advance(self.weights.params, self._sequences, stale))
+            weights = self.weights
+            count = self.refresher.advance(weights.params, weights.version, self._sequences, stale)
+            self.pause.refreshed(count)
         ended = self._admit(admissions)
-        rows = fresh_rows([sequence.stale for sequence in self._sequences[:running]])
+        rows = self._rows_to_decode(running)
         if rows:
             ended |= self._decode_rows(rows, stale=len(rows) < running, whole=not stale)
         if ended:
             self._finish(ended)
         return True
 
+    def _rows_to_decode(self, running: int) -> range | list[int]:
+        """The fresh rows; before there is one, those that can go on under the old weights."""
+        fresh = fresh_rows([sequence.stale for sequence in self._sequences[:running]])
+        if fresh or self._old is None:
+            self._old = None
+            return fresh
+        return fresh_rows([not sequence.lingering for sequence in self._sequences[:running]])
+
     def _decode_rows(self, rows: range | list[int], *, stale: bool, whole: bool) -> dict[int, str]:
         index: RowIndex = slice(0, len(rows)) if isinstance(rows, range) else torch.tensor(rows)
         last_B, positions_B = self._rows.last_B[index], self._rows.positions_B[index]
         slots_B = None if isinstance(index, slice) else index
         start = self._clock()
-        logits = decode_step(self.weights.params, self._config, last_B, self._cache, positions_B, slots_B)
+        params = (self._old or self.weights).params
+        logits = decode_step(params, self._config, last_B, self._cache, positions_B, slots_B)
         drawn = self._rows.draw(logits, index)
         end = self._clock()
         self.pause.decoded(start, end, stale=stale)

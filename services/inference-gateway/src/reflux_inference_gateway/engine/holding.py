@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from reflux_inference_gateway.engine.core import CoreOptions, Weights
+from reflux_inference_gateway.engine.served import CoreOptions, Weights
 from reflux_inference_gateway.engine.settings import EngineSettings
 from reflux_kit.errors import StartupError
 from reflux_model.config import ModelConfig

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from reflux_inference_gateway.engine.core import CoreOptions, Weights
+from reflux_inference_gateway.engine.served import CoreOptions, Weights
 from reflux_inference_gateway.engine.settings import EngineSettings
 from reflux_inference_gateway.engine.tokenizer import TextTokenizer
 from reflux_kit.errors import StartupError

@@ -11,7 +11,8 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from reflux_inference_gateway.engine.core import EngineCore, Event, Scored, Weights
+from reflux_inference_gateway.engine.core import EngineCore, Event
+from reflux_inference_gateway.engine.served import Scored, Weights
 from reflux_inference_gateway.engine.types import (
     EngineLoad,
     EngineStopped,
@@ -117,8 +118,9 @@ class EngineLoop:
     def swap(self, weights: Weights, fill: Callable[[], None] | None = None) -> "Future[float]":
         """Makes new weights current between two steps; `fill` writes them first, while nothing is read.
 
-        The future ends with the next decode step, or at once when no sequence runs: the old weights are no longer
-        read. Its result is the visible pause, the milliseconds between the decode steps before and after.
+        The future ends when the old weights are no longer read: with the first decode step under the new ones, or at
+        once when no sequence runs. Its result is the visible pause: the longest time without a decode step until then,
+        in milliseconds.
 
         When `fill` raises, the weights are a mixture: all requests end with EngineStopped, further ones are refused
         until another swap works, `unfit` says why, and the future raises what `fill` raised.
@@ -191,7 +193,7 @@ class EngineLoop:
             if fill is not None:
                 fill()
             self._unfit, self._swapped = None, done
-            self._core.swap(weights)
+            self._core.swap(weights, overwritten=fill is not None)
         except Exception as error:  # task boundary: whoever asked for the swap decides what follows
             self._spoil(f"the weights are a mixture of versions, new ones did not arrive: {error}")
             done.set_exception(error)
@@ -267,7 +269,7 @@ class EngineLoop:
         while self._commands:
             self._commands.popleft()()
         busy = self._core.step() or busy
-        if self._core.pause.resumed:
+        if self._core.settled:
             self._settle()
         if busy:
             self._snapshot = self._measure()

@@ -10,13 +10,14 @@ import torch
 
 from reflux.inference_gateway.v1.engine_service_pb2_grpc import add_EngineServiceServicer_to_server
 from reflux_inference_gateway.engine import metrics
-from reflux_inference_gateway.engine.core import CoreOptions, EngineCore, Event
+from reflux_inference_gateway.engine.core import EngineCore, Event
 from reflux_inference_gateway.engine.holding import Holding, holding, holding_adapters, layout_of
 from reflux_inference_gateway.engine.http import EngineDoor
 from reflux_inference_gateway.engine.loading import LoadedModel, core_options, load_model
 from reflux_inference_gateway.engine.loop import EngineLoop
 from reflux_inference_gateway.engine.registration import GatewayLink
 from reflux_inference_gateway.engine.replica import Description, Fatal
+from reflux_inference_gateway.engine.served import CoreOptions
 from reflux_inference_gateway.engine.servicer import SERVICE_NAME, EngineServicer
 from reflux_inference_gateway.engine.settings import EngineSettings
 from reflux_inference_gateway.engine.types import ModelLimits

@@ -28,7 +28,7 @@ class Refresher:
             sample.outdate(self._swaps)
 
     def stale(self, samples: Sequence[Sample]) -> list[Stale]:
-        """The rows that must not decode; `samples` are those of rows 0, 1, ..."""
+        """The rows that must not decode under the current weights; `samples` are those of rows 0, 1, ..."""
         return [
             # The last token is left out: the next decode step feeds it and writes its key and value.
             Stale(row, sample.stale_since, sample.refreshed, int(self._rows.positions_B[row]))
@@ -36,7 +36,7 @@ class Refresher:
             if sample.refreshed is not None
         ]
 
-    def advance(self, params: Parameters, samples: Sequence[Sample], stale: list[Stale]) -> int:
+    def advance(self, params: Parameters, version: int, samples: Sequence[Sample], stale: list[Stale]) -> int:
         """Computes the next chunk under the current weights; returns its number of tokens."""
         pieces = next_pieces(stale, self.pace.tokens(len(samples)))
         segments = self._segments(samples, pieces)
@@ -45,7 +45,11 @@ class Refresher:
         extend(params, self._config, segments, self._cache)
         self.pace.refreshed(count, self._clock() - start)
         for piece in pieces:
-            samples[piece.row].refreshed = None if piece.last else piece.end
+            sample = samples[piece.row]
+            sample.lingering = False
+            sample.refreshed = None if piece.last else piece.end
+            if piece.last:
+                sample.spans.swap(int(self._rows.generated_B[piece.row]), version, kept_kv=False)
         return count
 
     def _segments(self, samples: Sequence[Sample], pieces: list[Piece]) -> list[Segment]:

@@ -12,8 +12,8 @@ from reflux_inference_gateway.engine.settings import EngineSettings
 from reflux_kit.server import Bound
 
 if TYPE_CHECKING:  # The adapter of foreign engines takes `Fatal` from here, and it runs without torch.
-    from reflux_inference_gateway.engine.core import CoreOptions
     from reflux_inference_gateway.engine.loop import EngineLoop
+    from reflux_inference_gateway.engine.served import CoreOptions
 
 log = logging.getLogger(__name__)
 

@@ -46,14 +46,17 @@ class Sequence:
     """Positions whose keys and values are the current weights', while not all are; None when all are."""
     stale_since: int = 0
     """Number of the swap that made it stale."""
+    lingering: bool = False
+    """True while its keys and values are still those of the weights before the last swap, all of them."""
 
     @property
     def stale(self) -> bool:
-        """True while it must not decode."""
+        """True while it must not decode under the current weights."""
         return self.refreshed is not None
 
     def outdate(self, swap_number: int) -> None:
         """No key or value is the current weights' any more."""
+        self.lingering = not self.stale
         self.stale_since = self.stale_since if self.stale else swap_number
         self.refreshed = 0
 
