@@ -80,6 +80,16 @@ async def test_lag_zero_publishes_before_it_rolls_out(world):
     assert lags == [0.0] * 4
 
 
+async def test_every_second_version_asks_learner_and_replicas_to_score_one_prompt(world):
+    async with world.trainer() as stub:
+        run = await create(stub, config(fleet={"probe_every": 2}))
+        await finish(world, stub, run)
+    asked = world.learner.probes
+    assert len(asked) >= 4
+    assert all(asked[0] == prompt and len(prompt) > 1 for prompt in asked[::2])
+    assert not any(asked[1::2])
+
+
 async def test_a_restarted_trainer_takes_the_run_up_by_itself(world):
     async with AsyncExitStack() as stack:
         async with world.trainer() as stub:

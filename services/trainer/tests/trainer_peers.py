@@ -39,6 +39,7 @@ class Learner(learner_grpc.LearnerServiceServicer):
         self.done = []
         self.publish_failures = 0
         self.publish_codes, self.publish_ids, self.publish_seconds = [], [], 0.0
+        self.probes = []
         self.damaged = set()
         self.hold = None
 
@@ -84,6 +85,7 @@ class Learner(learner_grpc.LearnerServiceServicer):
 
     async def PublishWeights(self, request, context):
         self.publish_ids.append(request.request_id)
+        self.probes.append(tuple(request.probe_token_ids))
         self.publish_seconds = context.time_remaining()
         if self.publish_codes:
             await context.abort(self.publish_codes.pop(), "as the test wants it")

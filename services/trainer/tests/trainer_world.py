@@ -79,7 +79,7 @@ class World:
 def config(**sections):
     document = {name: dict(value) if isinstance(value, dict) else value for name, value in CONFIG.items()}
     for section, values in sections.items():
-        document[section] = document[section] | values if isinstance(values, dict) else values
+        document[section] = document.get(section, {}) | values if isinstance(values, dict) else values
     return to_message(load_document(document))
 
 
