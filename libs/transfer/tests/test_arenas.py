@@ -3,11 +3,9 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from weights import LAYOUT, SLICE, assert_holds, tensors
+from weights import LAYOUT, SLICE, LastingShm, assert_holds, tensors
 
 from reflux_transfer import fingerprint
-from reflux_transfer.arenas.hashing import Hasher
-from reflux_transfer.arenas.header import Header
 from reflux_transfer.arenas.publisher import PublisherArenas
 from reflux_transfer.arenas.replica import ReplicaArenas
 from reflux_transfer.arenas.staging import Staging
@@ -17,6 +15,7 @@ from reflux_transfer.handles import Scope
 from reflux_transfer.pulling.source import RemoteSource
 from reflux_transfer.pulling.stream import follow
 from reflux_transfer.pulling.whole import whole
+from reflux_transfer.regions import LocalRegion
 
 
 @pytest.fixture
@@ -76,6 +75,25 @@ def test_a_waiting_stage_gets_the_arena_when_a_lease_ends(arenas: PublisherArena
     assert arenas.begin(20).generation == second.generation + 1
 
 
+def test_an_expired_lease_beside_a_live_one_does_not_make_the_wait_spin(
+    arenas: PublisherArenas, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arenas.pin(staged(arenas, 1).generation)
+    second = staged(arenas, 2)
+    arenas.lease(second.generation, "engine-0", 60)
+    arenas.lease(second.generation, "engine-1", 0.0)
+    waits, wait = [], arenas._changed.wait
+
+    def counted(seconds: float) -> bool:
+        waits.append(seconds)
+        return wait(seconds)
+
+    monkeypatch.setattr(arenas._changed, "wait", counted)
+    with pytest.raises(ArenasBusy, match=r"committed version, engine-0$"):
+        arenas.begin(0.05)
+    assert len(waits) < 5
+
+
 def test_two_stagings_at_once_need_both_arenas(arenas: PublisherArenas) -> None:
     first, second = arenas.begin(), arenas.begin()
     with pytest.raises(ArenasBusy, match="another stage"):
@@ -97,34 +115,16 @@ def test_tensors_that_do_not_fit_are_named_and_free_the_arena(arenas: PublisherA
     assert staged(arenas, 1).generation == 5
 
 
-def test_a_generation_is_written_once(arenas: PublisherArenas) -> None:
-    staging = staged(arenas, 1)
-    with pytest.raises(LayoutError, match="written or given up before"):
-        staging.write(tensors(2))
-    assert_holds(arenas.view(staging.generation), tensors(1))
-
-
-def test_a_transposed_tensor_is_staged_in_its_logical_order(arenas: PublisherArenas) -> None:
-    staging = arenas.begin()
-    staging.write({**tensors(1), "big": np.asfortranarray(tensors(1)["big"])})
-    assert_holds(arenas.view(staging.generation), tensors(1))
-
-
-def test_a_region_without_a_header_is_no_arena(backend: ShmBackend) -> None:
-    with pytest.raises(WrongHandle, match="no header"):
-        Header.parse(memoryview(bytes(4096)))
-    region = backend.allocate(8192)
-    remote = backend.open(backend.describe(region))
-    with pytest.raises(WrongHandle, match="no header"):
-        follow(backend, [RemoteSource(remote, 1)], region, [], deadline_seconds=9)
-
-
 def test_an_offer_is_bound_to_its_run_and_generation(arenas: PublisherArenas, backend: ShmBackend) -> None:
     handle = arenas.begin().offer(Scope("run-a"))
     backend.open(handle, Scope("run-a", 1))
     for other in (Scope("run-b"), Scope("run-a", 2)):
         with pytest.raises(WrongHandle):
             backend.open(handle, other)
+
+
+def local_region(backend: ShmBackend) -> LocalRegion:
+    return backend.allocate(LAYOUT.region_bytes)
 
 
 def pulled(backend: ShmBackend, replica: ReplicaArenas, handle: bytes, generation: int) -> int:
@@ -172,29 +172,14 @@ def test_the_same_version_twice_is_the_same_bits(arenas: PublisherArenas, backen
     assert bytes(replica.view(0)) == bits
 
 
-def test_closed_arenas_tell_their_readers(arenas: PublisherArenas, backend: ShmBackend) -> None:
-    staging = staged(arenas, 1)
-    replica = ReplicaArenas(LAYOUT, backend=backend, slice_bytes=SLICE)
-    remote = backend.open(staging.offer())
+def test_closed_arenas_tell_their_readers() -> None:
+    """By their header: where the memory itself vanishes, readers lose the owner, which is the backends' to test."""
+    backend = LastingShm()
+    arenas, replica = PublisherArenas(backend, LAYOUT, SLICE), ReplicaArenas(LAYOUT, backend=backend, slice_bytes=SLICE)
+    remotes = [(backend.open(staged(arenas, 1).offer()), 1), (backend.open(replica.offer(0, 3)), 3)]
     arenas.close()
-    with pytest.raises((GenerationGone, ConnectionError)):
-        follow(backend, [RemoteSource(remote, 1)], replica.shadow_region(backend), whole(LAYOUT), deadline_seconds=9)
     replica.close()
-
-
-def test_what_fails_in_the_hashing_thread_is_raised_where_the_staging_is() -> None:
-    seen = []
-
-    def done(index: int, checksum: int) -> None:
-        seen.append(index)
-        if index == 1:
-            raise MemoryError("no room for a checksum")
-
-    def stage() -> None:
-        with Hasher(done) as hasher:
-            for index in range(4):
-                hasher.put(index, memoryview(b"abc"))
-
-    with pytest.raises(MemoryError, match="no room"):
-        stage()
-    assert seen == [0, 1]
+    for (remote, generation), text in zip(remotes, ("has closed its arenas", "takes the next version"), strict=True):
+        with pytest.raises(GenerationGone, match=f"withdrawn: .*{text}"):
+            follow(backend, [RemoteSource(remote, generation)], local_region(backend), [], deadline_seconds=9)
+    backend.close()

@@ -54,6 +54,13 @@ class WatchedShm(ShmBackend):
             self.data_read.set()
 
 
+class LastingShm(ShmBackend):
+    """A segment that stays readable after its owner withdrew it, as memory behind a network card may."""
+
+    def unregister(self, region: Any) -> None:
+        pass
+
+
 def publish(pipe: Connection, backend_name: str) -> None:
     """Sends (handle, generation), then writes a piece per "go"; ends by "end"."""
     arenas = PublisherArenas(open_backend(backend_name), LAYOUT, SLICE)

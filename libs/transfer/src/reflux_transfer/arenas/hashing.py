@@ -24,7 +24,9 @@ class Hasher:
         self._thread = threading.Thread(target=self._run, name="reflux-staging-hash", daemon=True)
 
     def put(self, index: int, place: memoryview) -> None:
-        """The bytes of a place are final."""
+        """The bytes of a place are final. Raises what the thread raised for an earlier one."""
+        if self._failure:
+            raise self._failure
         self._places.put((index, place))
 
     def __enter__(self) -> Self:

@@ -5,17 +5,21 @@ Format, little-endian u64 words in the order of the fields of `Header`, from byt
 from byte 512; the reason of a failure as UTF-8 from byte 1024. The owner writes the words of the generation first when
 it claims an arena and data last, then `ready_pieces` after the pieces: a reader that reads the header, then data, then
 the header again and finds the same generation has read bytes of that generation. Aligned words are single stores; x86
-keeps their order, elsewhere the fence of `_store` does.
+keeps their order, elsewhere the fence of `_store` does. While a generation is SEALED its words stay as they are, and
+`seal` is their checksum: what such a header says was not damaged on the way.
 """
 
 import threading
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass, fields
 from enum import IntEnum
 
 import numpy as np
+import xxhash
 
-from reflux_transfer.arenas.geometry import HEADER_BYTES, MAX_PACKINGS, Geometry
-from reflux_transfer.errors import GenerationGone, WrongHandle
+from reflux_transfer import fingerprint as fingerprints
+from reflux_transfer.arenas.geometry import HEADER_BYTES, MAX_PACKINGS, ROW_WORDS, Geometry
+from reflux_transfer.errors import ChecksumMismatch, GenerationGone, WrongHandle
 
 _MAGIC = 0x31414E455241_5852  # "RXARENA1"
 _PACKINGS = slice(512, 512 + 16 * MAX_PACKINGS)
@@ -51,6 +55,8 @@ class Header:
     """Fingerprint of the whole version, when the owner knows it: differs from `fingerprint` where it holds a part."""
     table_offset: int
     rows_offset: int
+    rows_checksum: int
+    """xxh3_64 of the descriptions of pieces and extras."""
     pack_offset: int
     delta_offset: int
     delta_bytes: int
@@ -60,6 +66,8 @@ class Header:
     """Fingerprint of the weights that the delta is made against."""
     tensors_offset: int
     packings: int
+    seal: int
+    """xxh3_64 of the words before this one, when the state is SEALED."""
     reason_bytes: int
 
     @classmethod
@@ -70,10 +78,37 @@ class Header:
             raise WrongHandle("the region has no header of a weight arena")
         return header
 
+    @property
+    def intact(self) -> bool:
+        """Whether its words are those of its seal; always true while there is none."""
+        return self.state != State.SEALED or self.seal == _seal(astuple(self))
+
     def pack_base(self, tag: int, page: memoryview) -> int | None:
         """Where the bytes that are packed for a plan begin in the pack area; none if the arena is not made for it."""
         pairs = np.frombuffer(page[_PACKINGS], "<u8").reshape(-1, 2)[: self.packings].tolist()
         return dict(pairs).get(tag)
+
+    def check_intact(self) -> None:
+        """Raises `ChecksumMismatch` when a word of a sealed header was damaged."""
+        if not self.intact:
+            raise ChecksumMismatch("the header", 0, READ_BYTES, self.seal, _seal(astuple(self)))
+
+    def check_bounds(self, region_bytes: int) -> None:
+        """Raises `WrongHandle` unless all that it names lies in the region, so that nothing larger is allocated."""
+        count = self.pieces + self.extras
+        ends = {
+            "checksums": self.table_offset + 8 * count,
+            "descriptions of pieces": self.rows_offset + 8 * ROW_WORDS * count,
+            "packed runs": self.pack_offset,
+            "delta": self.delta_offset + self.delta_bytes,
+            "tensors": self.tensors_offset,
+        }
+        outside = [name for name, end in ends.items() if end > region_bytes]
+        if outside:
+            raise WrongHandle(f"the arena's header names {', '.join(outside)} outside of its {region_bytes} bytes")
+        ready = self.ready_pieces <= self.pieces and self.ready_extras <= self.extras
+        if not (ready and self.pieces and self.slice_bytes and self.packings <= MAX_PACKINGS):
+            raise WrongHandle("the arena's header has counts that cannot be")
 
     def check(self, generation: int, page: memoryview) -> None:
         """Raises `GenerationGone` unless the arena holds the generation, complete or being filled."""
@@ -89,22 +124,38 @@ _WORD = {field.name: index for index, field in enumerate(fields(Header))}
 READ_BYTES = 8 * len(_WORD)
 
 
+def version_of(headers: Sequence[Header]) -> int:
+    """Fingerprint of the version that sealed headers, in the order of ranks, hold the parts of.
+
+    It is the one that their owner names, a replica that has pulled its parts from others, else it is made of theirs.
+    """
+    named = {header.version for header in headers}
+    if len(named) == 1 and 0 not in named:
+        return named.pop()
+    return headers[0].fingerprint if len(headers) == 1 else fingerprints.tree(header.fingerprint for header in headers)
+
+
+def _seal(words: Sequence[int]) -> int:
+    return xxhash.xxh3_64_intdigest(np.array(words[: _WORD["seal"]], "<u8").tobytes())
+
+
 class OwnedHeader:
-    """The owner's side; one thread at a time writes."""
+    """The owner's side. One thread fills a generation; `fail` and `withdraw` may come from any other."""
 
     def __init__(self, view: memoryview, geometry: Geometry) -> None:
         self._page, self._geometry = view[:HEADER_BYTES], geometry
         self._words = np.frombuffer(self._page, "<u8")
         count = len(geometry.rows)
         self._table = np.frombuffer(view[geometry.table_offset : geometry.table_offset + 8 * count], "<u8")
-        self._fence = threading.Lock()
+        self._fence, self._ending = threading.Lock(), threading.Lock()
         rows = view[geometry.rows_offset : geometry.rows_offset + geometry.rows.nbytes]
         np.frombuffer(rows, "<u8")[:] = geometry.rows.reshape(-1)
         pairs = [(packing.tag, base) for packing, base in zip(geometry.packings, geometry.pack_bases, strict=True)]
         np.frombuffer(self._page[_PACKINGS], "<u8").reshape(-1, 2)[: len(pairs)] = np.array(pairs, "<u8").reshape(-1, 2)
+        described, packed = xxhash.xxh3_64_intdigest(rows), len(geometry.packings)
         first = Header(_MAGIC, 0, State.EMPTY, geometry.slice_bytes, 0, len(geometry.pieces), 0, len(geometry.extras),
-                       0, 0, 0, geometry.table_offset, geometry.rows_offset, geometry.pack_offset,
-                       geometry.delta_offset, 0, 0, 0, geometry.tensors_offset, len(geometry.packings), 0)  # fmt: skip
+                       0, 0, 0, geometry.table_offset, geometry.rows_offset, described, geometry.pack_offset,
+                       geometry.delta_offset, 0, 0, 0, geometry.tensors_offset, packed, 0, 0)  # fmt: skip
         self._words[: len(_WORD)] = astuple(first)
 
     @property
@@ -124,11 +175,12 @@ class OwnedHeader:
 
     def claim(self, generation: int) -> None:
         """Begins a generation. From here on readers of the one before find it gone."""
-        self._store(generation_again=generation)
-        self._store(ready_pieces=0, ready_extras=0, fingerprint=0, version=0)
-        self._store(delta_bytes=0, delta_checksum=0, delta_base=0, reason_bytes=0)
-        self._store(state=State.STAGING)
-        self._store(generation=generation)
+        with self._ending:
+            self._store(generation_again=generation)
+            self._store(ready_pieces=0, ready_extras=0, fingerprint=0, version=0)
+            self._store(delta_bytes=0, delta_checksum=0, delta_base=0, reason_bytes=0)
+            self._store(state=State.STAGING)
+            self._store(generation=generation)
 
     def ready(self, index: int, checksum: int) -> None:
         """Piece `index` lies in place; pieces become ready in their order."""
@@ -145,19 +197,47 @@ class OwnedHeader:
         self._store(delta_checksum=checksum, delta_base=base)
         self._store(delta_bytes=length)
 
-    def seal(self, fingerprint: int, version: int = 0) -> None:
-        """The generation is complete and stays as it is."""
-        self._store(fingerprint=fingerprint, version=version)
-        self._store(state=State.SEALED)
+    def check_filling(self, generation: int) -> None:
+        """Raises `GenerationGone` with the reason unless the generation is being filled."""
+        if self.generation != generation or self.state != State.STAGING:
+            Header.parse(self._page).check(generation, self._page)
+            raise GenerationGone(f"generation {generation} is sealed")
 
-    def end(self, state: State, reason: str) -> None:
-        """The generation is FAILED or WITHDRAWN; readers get the reason."""
+    def seal(self, fingerprint: int, version: int = 0) -> None:
+        """The generation is complete and stays as it is. Raises `GenerationGone` when it was ended before."""
+        with self._ending:
+            self.check_filling(self.generation)
+            self._store(fingerprint=fingerprint, version=version)
+            words = self._words[: len(_WORD)].copy()
+            words[_WORD["state"]] = State.SEALED
+            self._store(seal=_seal(words.tolist()))
+            self._store(state=State.SEALED)
+
+    def fail(self, reason: str) -> None:
+        """A generation that is being filled FAILED; without effect on others."""
+        with self._ending:
+            if self.state == State.STAGING:
+                self._end(State.FAILED, reason)
+
+    def withdraw(self, reason: str) -> None:
+        """The generation is WITHDRAWN, whatever it was; who still fills it finds out by `check_filling`."""
+        with self._ending:
+            self._end(State.WITHDRAWN, reason)
+
+    def _end(self, state: State, reason: str) -> None:
         text = reason.encode()[: _REASON.stop - _REASON.start]
         self._page[_REASON.start : _REASON.start + len(text)] = text
         self._store(reason_bytes=len(text))
         self._store(state=state)
 
     def _store(self, **values: int) -> None:
-        with self._fence:  # orders the stores before this one on processors that would not
+        """Stores words that a reader sees no earlier than anything that this thread stored before.
+
+        Leaving a lock releases: what was stored before is visible first. Entering one acquires: what follows stays
+        behind. Neither alone is enough, stores ahead of a lock may sink into it (ARM), so it is left and entered again.
+        """
+        with self._fence:
+            pass
+        with self._fence:
             for name, value in values.items():
                 self._words[_WORD[name]] = value

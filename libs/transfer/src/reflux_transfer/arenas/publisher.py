@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from reflux_transfer.arenas.geometry import Geometry, Packing
-from reflux_transfer.arenas.header import OwnedHeader, State
+from reflux_transfer.arenas.header import OwnedHeader
 from reflux_transfer.arenas.staging import Staging
 from reflux_transfer.backends.base import TransferBackend
 from reflux_transfer.errors import ArenasBusy
@@ -109,9 +109,9 @@ class PublisherArenas:
             return self._find(generation).header.fingerprint
 
     def close(self) -> None:
-        """Withdraws both arenas."""
+        """Withdraws both arenas. A staging that is being written ends with `GenerationGone`."""
         for arena in self._arenas:
-            arena.header.end(State.WITHDRAWN, "the publisher has closed its arenas")
+            arena.header.withdraw("the publisher has closed its arenas")
             self._backend.unregister(arena.region)
 
     def _find(self, generation: int) -> _Arena:
@@ -122,14 +122,14 @@ class PublisherArenas:
 
     def _claim(self, end: float) -> _Arena:
         with self._changed:
-            while not (
-                free := [arena for arena in self._arenas if not arena.staging and not arena.holders(time.monotonic())]
-            ):
+            while True:
                 now = time.monotonic()
+                if free := [arena for arena in self._arenas if not arena.staging and not arena.holders(now)]:
+                    break
                 if now >= end:
                     holders = sorted({holder for arena in self._arenas for holder in arena.holders(now)})
                     raise ArenasBusy(f"both arenas are in use by {', '.join(holders) or 'another stage'}")
-                expiries = [expiry for arena in self._arenas for expiry in arena.leases.values()]
+                expiries = [arena.leases[holder] for arena in self._arenas for holder in arena.holders(now)]
                 self._changed.wait(min([end, *expiries]) - now)
             arena = min(free, key=lambda arena: arena.generation)
             self._generation += 1

@@ -91,7 +91,7 @@ class ReplicaArenas:
         buffer.header.claim(generation)
         checksums: Sequence[int] = report.checksums if report and report.slice_bytes == self.slice_bytes else ()
         if not checksums:
-            checksums = fingerprint.piece_checksums(buffer.tensors, self.layout, self.slice_bytes)
+            checksums = list(fingerprint.piece_checksums(buffer.tensors, self.layout, self.slice_bytes))
         for piece, checksum in enumerate(checksums):
             buffer.header.ready(piece, checksum)
         whole = fingerprint.tree(checksums)
@@ -141,4 +141,4 @@ class ReplicaArenas:
                 self._changed.wait(min(end, *live) - now)
             buffer.leases.clear()
             if buffer.header.state == State.SEALED:
-                buffer.header.end(State.WITHDRAWN, "the replica takes the next version")
+                buffer.header.withdraw("the replica takes the next version")

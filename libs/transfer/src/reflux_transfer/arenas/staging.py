@@ -1,11 +1,12 @@
 """Owns one generation while it is written: cast, copy and hash piece by piece, each ready for readers at once."""
 
 import math
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Literal, Protocol, Self
 
 import numpy as np
 import xxhash
@@ -13,7 +14,7 @@ import xxhash
 from reflux_transfer import fingerprint
 from reflux_transfer.arenas.geometry import NOT_PACKED, Geometry
 from reflux_transfer.arenas.hashing import Hasher
-from reflux_transfer.arenas.header import OwnedHeader, State
+from reflux_transfer.arenas.header import OwnedHeader
 from reflux_transfer.delta.codec import Encoded, encode
 from reflux_transfer.errors import LayoutError
 from reflux_transfer.handles import ANYWHERE, Scope
@@ -48,7 +49,11 @@ def copy(part: Any, place: memoryview) -> None:
 
 
 class Staging:
-    """A generation of an arena that is being filled. Leaving the context without `write` fails it."""
+    """A generation of an arena that is being filled. Leaving the context without `write` fails it.
+
+    Any thread may fail it, also while another one writes: readers see that at once, but the arena belongs to the writer
+    until it has noticed, so that it never writes into the generation after.
+    """
 
     def __init__(
         self,
@@ -65,7 +70,8 @@ class Staging:
         """The delta that lies in the arena beside the weights."""
         self._owner, self._header, self._geometry, self._view, self._describe = owner, header, geometry, view, describe
         self._tensors = view[geometry.tensors_offset :]
-        self._open = True
+        self._lock = threading.Lock()
+        self._phase: Literal["open", "writing", "left"] = "open"
 
     def offer(self, scope: Scope = ANYWHERE) -> bytes:
         """The handle for readers, valid as soon as the staging exists."""
@@ -76,42 +82,39 @@ class Staging:
 
         Arrays have the layout's number of elements; `cast` gets flat parts of them of at most a piece. With `base`, a
         leased or pinned generation, the difference to it is added, unless it is too dense. Any exception fails the
-        generation for its readers. Raises `LayoutError` naming tensors and `KeyError` for a base that is gone.
+        generation for its readers. Raises `LayoutError` naming tensors, `KeyError` for a base that is gone, and
+        `GenerationGone` soon after the generation was failed or its arenas were closed.
         """
         start = time.monotonic()
-        with self:
-            if not self._open:
+        with self._lock:
+            if self._phase != "open":
                 raise LayoutError(f"generation {self.generation} was written or given up before")
-            flat = self._flat(tensors)
-            checksums: list[int] = []
-
-            def hashed(index: int, checksum: int) -> None:
-                checksums.append(checksum)
-                self._ready(index, checksum)
-
-            with Hasher(hashed) as hasher:
-                for index, piece in enumerate(self._geometry.pieces):
-                    item = ITEM_BYTES[piece.slot.dtype]
-                    part = flat[piece.slot.name][piece.start // item : (piece.start + piece.length) // item]
-                    begin = piece.slot.offset + piece.start
-                    place = self._tensors[begin : begin + piece.length]
-                    cast(part, place)
-                    hasher.put(index, place)
-            whole = fingerprint.tree(checksums)
-            if base is not None:
-                self._encode(base)
-            self._open = False
-            self._header.seal(whole)
-            self._owner.staged(self.generation, True)
+            self._phase = "writing"
+        complete = False
+        try:
+            with self:
+                whole = self._fill(tensors, cast)
+                if base is not None:
+                    self._encode(base)
+                self._header.seal(whole)
+            complete = True
+        finally:
+            with self._lock:
+                self._phase = "left"
+            self._owner.staged(self.generation, complete)
         self.seconds = time.monotonic() - start
         return whole
 
     def fail(self, reason: str) -> None:
         """Gives the generation up; readers get `GenerationGone` with the reason. Without effect after `write`."""
-        if self._open:
-            self._open = False
-            self._header.end(State.FAILED, reason)
-            self._owner.staged(self.generation, False)
+        with self._lock:
+            if self._phase == "left":
+                return
+            self._header.fail(reason)
+            if self._phase == "writing":
+                return  # the writer finds out, and hands the arena back
+            self._phase = "left"
+        self._owner.staged(self.generation, False)
 
     def __enter__(self) -> Self:
         return self
@@ -121,7 +124,31 @@ class Staging:
     ) -> None:
         self.fail(f"{kind.__name__}: {error}" if kind else "nothing was written")
 
+    def _check(self) -> None:
+        self._header.check_filling(self.generation)
+
+    def _fill(self, tensors: Mapping[str, Any], cast: Cast) -> int:
+        """All pieces; returns their fingerprint."""
+        flat = self._flat(tensors)
+        checksums: list[int] = []
+
+        def hashed(index: int, checksum: int) -> None:
+            checksums.append(checksum)
+            self._ready(index, checksum)
+
+        with Hasher(hashed) as hasher:
+            for index, piece in enumerate(self._geometry.pieces):
+                self._check()
+                item = ITEM_BYTES[piece.slot.dtype]
+                part = flat[piece.slot.name][piece.start // item : (piece.start + piece.length) // item]
+                begin = piece.slot.offset + piece.start
+                place = self._tensors[begin : begin + piece.length]
+                cast(part, place)
+                hasher.put(index, place)
+        return fingerprint.tree(checksums)
+
     def _ready(self, index: int, checksum: int) -> None:
+        self._check()
         self._header.ready(index, checksum)
         for extra in self._geometry.due.get(index, ()):
             self._header.extra_ready(extra, self._gather(extra))
@@ -129,7 +156,8 @@ class Staging:
     def _encode(self, base: int) -> None:
         begin, capacity = self._geometry.delta_offset, self._geometry.delta_capacity
         place, named = self._view[begin : begin + capacity], self._owner.fingerprint(base)
-        self.delta = encode(self._owner.view(base), self._tensors, place, base_fingerprint=named)
+        old = self._owner.view(base)
+        self.delta = encode(old, self._tensors, place, base_fingerprint=named, each_frame=self._check)
         if self.delta:
             length = self.delta.length
             self._header.delta_ready(length, xxhash.xxh3_64_intdigest(place[:length]), named)

@@ -9,6 +9,7 @@ blocks). An unchanged frame has an empty payload and an empty bitmap. Weights of
 """
 
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,10 +44,12 @@ def encode(
     max_density: float = MAX_DENSITY,
     block_bytes: int = BLOCK_BYTES,
     level: int = 1,
+    each_frame: Callable[[], None] = lambda: None,
 ) -> Encoded | None:
     """Writes `new` as its difference to `base` (same length) into `out`.
 
-    None when more than `max_density` of the elements changed or `out` is too small: dense weights are cheaper then.
+    `each_frame` is called ahead of every frame and may raise to end it. None when more than `max_density` of the
+    elements changed or `out` is too small: dense weights are cheaper then.
     """
     if len(base) != len(new):
         raise ValueError(f"a delta is between weights of one size, not {len(base)} and {len(new)} bytes")
@@ -59,6 +62,7 @@ def encode(
     elements = -(-len(new) // 2)
     at, changed, allowed = _HEAD.size, 0, max_density * elements
     for begin in range(0, len(new), FRAME_BYTES):
+        each_frame()
         changed += frame.load(base[begin : begin + FRAME_BYTES], new[begin : begin + FRAME_BYTES])
         bitmap, planes = frame.split()
         payload = compressor.compress(planes) if len(planes) else b""
@@ -74,11 +78,19 @@ def encode(
     return Encoded(at, changed / max(1, elements))
 
 
-def decode(encoded: memoryview, base: memoryview, target: memoryview, *, base_fingerprint: int) -> None:
+def decode(
+    encoded: memoryview,
+    base: memoryview,
+    target: memoryview,
+    *,
+    base_fingerprint: int,
+    each_frame: Callable[[], None] = lambda: None,
+) -> None:
     """Rebuilds the weights in `target`, which may be `base` itself.
 
-    Raises `BaseMismatch` before it writes anything, `DeltaDamaged` with unknown bytes in the target. Whether the result
-    is the published one is for its fingerprint to say.
+    `each_frame` is called ahead of every frame and may raise to end it. Raises `BaseMismatch` before it writes
+    anything, `DeltaDamaged` with unknown bytes in the target. Whether the result is the published one is for its
+    fingerprint to say.
     """
     reader = _Reader(encoded)
     magic, named, length, frame_bytes, block_bytes = _HEAD.unpack(reader.take(_HEAD.size))
@@ -92,6 +104,7 @@ def decode(encoded: memoryview, base: memoryview, target: memoryview, *, base_fi
     frame = _Frame(block_bytes)
     decompressor = zstandard.ZstdDecompressor()
     for begin in range(0, length, FRAME_BYTES):
+        each_frame()
         old, place = base[begin : begin + FRAME_BYTES], target[begin : begin + FRAME_BYTES]
         (count,) = _LENGTH.unpack(reader.take(_LENGTH.size))
         if count:
