@@ -1,5 +1,8 @@
 import contextlib
 import struct
+import time
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -7,13 +10,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from weights import WatchedShm
 
+from reflux_transfer.arenas.geometry import HEADER_BYTES
 from reflux_transfer.arenas.publisher import PublisherArenas
 from reflux_transfer.arenas.replica import ReplicaArenas
 from reflux_transfer.arenas.staging import Staging
 from reflux_transfer.delta.codec import FRAME_BYTES, Encoded, decode, encode
 from reflux_transfer.delta.policy import MAX_DENSITY, Observed, choose
-from reflux_transfer.errors import BaseMismatch, ChecksumMismatch, DeltaDamaged, GenerationGone
+from reflux_transfer.errors import (
+    BaseMismatch,
+    ChecksumMismatch,
+    DeltaDamaged,
+    GenerationGone,
+    ReadCancelled,
+    ReadDeadlineExceeded,
+)
 from reflux_transfer.layout import Layout
+from reflux_transfer.pulling import source
 from reflux_transfer.pulling.difference import follow_delta
 from reflux_transfer.pulling.report import PullReport
 from reflux_transfer.pulling.source import RemoteSource
@@ -123,6 +135,26 @@ def test_a_wrong_base_is_refused_before_anything_is_written() -> None:
     assert not any(target)
 
 
+@pytest.mark.parametrize("frames", [0, 1])
+def test_both_ways_may_be_ended_ahead_of_every_frame(frames: int) -> None:
+    base, packed = sample()
+    target, calls = memoryview(bytearray(len(base))), list[int]()
+
+    def each_frame() -> None:
+        calls.append(len(calls))
+        if len(calls) > frames:
+            raise TimeoutError("given up")
+
+    with pytest.raises(TimeoutError, match="given up"):
+        decode(packed, base, target, base_fingerprint=7, each_frame=each_frame)
+    assert any(target) == (frames > 0)
+    assert not any(target[FRAME_BYTES:])
+    calls.clear()
+    with pytest.raises(TimeoutError, match="given up"):
+        encoded(base, base, each_frame=each_frame)
+    assert len(calls) == frames + 1
+
+
 def test_bad_arguments_are_refused() -> None:
     zeros = view(np.zeros(100, np.uint8))
     with pytest.raises(ValueError, match="one size"):
@@ -207,16 +239,16 @@ class Pair:
         staging.write(self.weights, base=self.base.generation)
         return staging
 
-    def pull(self, staging: Staging, fingerprint: int | None = None) -> PullReport:
-        source = RemoteSource(self.backend.open(staging.offer()), staging.generation)
+    def pull(self, staging: Staging, fingerprint: int | None = None, **options: Any) -> PullReport:
+        remote = RemoteSource(self.backend.open(staging.offer()), staging.generation)
         return follow_delta(
             self.backend,
-            source,
+            remote,
             self.replica.shadow_region(self.backend),
             LAYOUT,
             base=self.replica.view(self.replica.live_index),
             base_fingerprint=self.arenas.fingerprint(self.base.generation) if fingerprint is None else fingerprint,
-            deadline_seconds=20,
+            **{"deadline_seconds": 20, **options},
         )
 
     def assert_same(self, staging: Staging) -> None:
@@ -272,6 +304,20 @@ def test_a_base_that_is_gone_fails_the_staging() -> None:
         pair.pull(staging)
 
 
+def test_no_delta_is_made_for_a_generation_that_was_failed() -> None:
+    pair = Pair()
+    staging, named = pair.arenas.begin(), pair.arenas.fingerprint
+
+    def fails_on_the_way(generation: int) -> int:
+        staging.fail("aborted by the broker")
+        return named(generation)
+
+    pair.arenas.fingerprint = fails_on_the_way
+    with pytest.raises(GenerationGone, match="aborted by the broker"):
+        staging.write(pair.weights, base=pair.base.generation)
+    assert staging.delta is None
+
+
 def test_a_flipped_bit_on_the_way_is_noticed_before_it_is_applied() -> None:
     pair = Pair()
     staging = pair.next()
@@ -288,6 +334,46 @@ def test_a_flipped_bit_on_the_way_is_noticed_before_it_is_applied() -> None:
     with pytest.raises(ChecksumMismatch, match="the delta"):
         pair.pull(staging)
     assert bytes(pair.replica.view(pair.replica.shadow_index)) == before
+
+
+@pytest.mark.parametrize("asked", [1, 2, 3, 4])
+def test_a_pull_of_a_delta_ends_when_cancelled(asked: int) -> None:
+    """While it is read, while its one frame is applied, and while each of two tensors is verified."""
+    pair = Pair()
+    staging, left = pair.next(), iter(range(asked - 1))
+    before = bytes(pair.replica.view(pair.replica.shadow_index))
+    with pytest.raises(ReadCancelled, match="before the end of the delta"):
+        pair.pull(staging, cancelled=lambda: next(left, None) is None)
+    assert (bytes(pair.replica.view(pair.replica.shadow_index)) == before) == (asked <= 2)
+
+
+def test_a_delta_is_not_applied_after_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = Pair()
+    staging, later = pair.next(), iter([0.0, 60.0])
+    before = bytes(pair.replica.view(pair.replica.shadow_index))
+
+    def passes() -> bool:
+        now = time.monotonic() + next(later)
+        monkeypatch.setattr(source, "time", SimpleNamespace(monotonic=lambda: now))
+        return False
+
+    with pytest.raises(ReadDeadlineExceeded, match="the end of the delta"):
+        pair.pull(staging, cancelled=passes)
+    assert bytes(pair.replica.view(pair.replica.shadow_index)) == before
+
+
+def test_a_generation_overwritten_before_its_checksums_were_read_is_gone_not_damaged() -> None:
+    pair = Pair()
+    staging, taken = pair.next(), []
+
+    def before(offset: int, length: int) -> None:
+        if offset == HEADER_BYTES and length == 16 and not taken:
+            taken.append(pair.arenas.begin().write({name: words + 1 for name, words in pair.weights.items()}))
+
+    pair.backend.before = before
+    with pytest.raises(GenerationGone, match="overwritten"):
+        pair.pull(staging)
+    assert taken
 
 
 def test_the_policy_sends_deltas_where_they_arrive_earlier() -> None:

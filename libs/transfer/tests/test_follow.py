@@ -11,7 +11,14 @@ from weights import GEOMETRY, LAYOUT, SLICE, WatchedShm, assert_holds, publish, 
 from reflux_transfer import fingerprint
 from reflux_transfer.arenas.publisher import PublisherArenas
 from reflux_transfer.arenas.staging import copy
-from reflux_transfer.errors import ChecksumMismatch, GenerationGone, PeerGone, ReadCancelled, ReadDeadlineExceeded
+from reflux_transfer.errors import (
+    ChecksumMismatch,
+    GenerationGone,
+    PeerGone,
+    ReadCancelled,
+    ReadDeadlineExceeded,
+    RegionBusy,
+)
 from reflux_transfer.layout import Layout
 from reflux_transfer.pulling.source import RemoteSource
 from reflux_transfer.pulling.stream import follow
@@ -141,6 +148,36 @@ def test_a_generation_overwritten_while_it_is_read_is_gone_not_damaged(
         pull(backend, first.offer(), first.generation)
 
 
+def test_a_generation_overwritten_between_its_header_and_its_checksums_is_gone_not_damaged(
+    arenas: PublisherArenas, backend: WatchedShm
+) -> None:
+    """The reader looks a last time, sees it sealed, and reads the last checksums of the one that took the arena."""
+    staging = arenas.begin()
+    arenas.pin(arenas.begin().generation)
+    sealed = threading.Event()
+    pieces, taken = iter(GEOMETRY.pieces), []
+
+    def cast(part: Any, place: memoryview) -> None:
+        if next(pieces).slot.name != "big":
+            assert backend.data_read.wait(20)
+        copy(part, place)
+
+    def before(offset: int, length: int) -> None:
+        if backend.data_read.is_set() and offset == 0:
+            sealed.wait(20)
+        elif backend.data_read.is_set() and offset < GEOMETRY.rows_offset and not taken:
+            taken.append(arenas.begin().write(tensors(3)))
+
+    backend.before = before
+    moves = [WholeTensor("big", *[LAYOUT.by_name["big"].offset] * 2, LAYOUT.by_name["big"].nbytes)]
+    local, source = backend.allocate(LAYOUT.region_bytes), RemoteSource(backend.open(staging.offer()), 1)
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(staging.write, tensors(1), cast).add_done_callback(lambda written: sealed.set())
+        with pytest.raises(GenerationGone, match="generation 1 was overwritten by generation 3"):
+            follow(backend, [source], local, moves, deadline_seconds=30)
+    assert taken
+
+
 def test_even_equal_bytes_of_another_generation_do_not_count(arenas: PublisherArenas, backend: WatchedShm) -> None:
     first = arenas.begin()
     first.write(tensors(1))
@@ -208,6 +245,39 @@ def test_the_end_waits_for_the_seal(arenas: PublisherArenas, backend: WatchedShm
             pull(backend, staging.offer(), staging.generation)
         with pytest.raises(RuntimeError, match="at the very end"):
             written.result(20)
+
+
+class Stuck(WatchedShm):
+    """A read of tensors misses its deadline and holds every region that it knows of, as one of NIXL may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stuck, self.asked = False, list[int]()
+
+    def read(self, remote: Any, remote_offset: int, local: Any, local_offset: int, length: int, seconds: float) -> None:
+        if remote_offset >= GEOMETRY.tensors_offset:
+            self.stuck = True
+            raise ReadDeadlineExceeded("a transfer hangs")
+        super().read(remote, remote_offset, local, local_offset, length, seconds)
+
+    def unregister(self, region: Any) -> None:
+        if self.stuck:
+            self.asked.append(region.length)
+            raise RegionBusy("a transfer may still write here")
+        super().unregister(region)
+
+
+def test_a_read_that_cannot_be_called_back_does_not_hide_its_error() -> None:
+    backend = Stuck()
+    staging = PublisherArenas(backend, LAYOUT, SLICE).begin()
+    staging.write(tensors(1))
+    local, source = backend.allocate(LAYOUT.region_bytes), RemoteSource(backend.open(staging.offer()), 1)
+    part = WholeTensor("big", LAYOUT.by_name["big"].offset + 4, 0, 8)
+    with pytest.raises(ReadDeadlineExceeded, match="a transfer hangs"):
+        follow(backend, [source], local, [part], deadline_seconds=9)
+    assert len(backend.asked) == 2  # the scratch memory of a piece, and that of the header
+    backend.stuck = False
+    backend.close()
 
 
 def test_sources_are_given_once_and_all_of_them(arenas: PublisherArenas, backend: WatchedShm) -> None:

@@ -1,6 +1,6 @@
 """Owns the fingerprint of weights: xxh3 over the checksums of all pieces, so that nobody needs a second pass."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import xxhash
@@ -24,9 +24,8 @@ def of(view: memoryview, layout: Layout, slice_bytes: int = SLICE_BYTES) -> int:
     return tree(piece_checksums(view, layout, slice_bytes))
 
 
-def piece_checksums(view: memoryview, layout: Layout, slice_bytes: int = SLICE_BYTES) -> list[int]:
-    """xxh3_64 of every piece, in layout order."""
-    return [
-        xxhash.xxh3_64_intdigest(view[(begin := piece.slot.offset + piece.start) : begin + piece.length])
-        for piece in layout.pieces(slice_bytes)
-    ]
+def piece_checksums(view: memoryview, layout: Layout, slice_bytes: int = SLICE_BYTES) -> Iterator[int]:
+    """xxh3_64 of every piece, in layout order, each when it is asked for."""
+    for piece in layout.pieces(slice_bytes):
+        begin = piece.slot.offset + piece.start
+        yield xxhash.xxh3_64_intdigest(view[begin : begin + piece.length])

@@ -5,8 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
-from reflux_transfer import fingerprint
-from reflux_transfer.arenas.header import Header
+from reflux_transfer.arenas.header import Header, version_of
 from reflux_transfer.backends.base import TransferBackend
 from reflux_transfer.client.delta import pull_delta
 from reflux_transfer.client.offer import Offer
@@ -64,10 +63,7 @@ class Puller:
         """
         with self._sources(offer) as (backend, sources):
             headers = [_sealed(backend, source, offer.deadline, cancelled) for source in sources]
-        named = {header.version for header in headers}
-        if len(headers) == 1 or (len(named) == 1 and 0 not in named):
-            return headers[0].version or headers[0].fingerprint
-        return fingerprint.tree(header.fingerprint for header in headers)
+        return version_of(headers)
 
     def close(self) -> None:
         """Closes the backends."""

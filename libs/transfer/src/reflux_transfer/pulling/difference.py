@@ -2,17 +2,19 @@
 
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 
 import numpy as np
 import xxhash
 
 from reflux_transfer import fingerprint
+from reflux_transfer.arenas.header import version_of
 from reflux_transfer.backends.base import TransferBackend
 from reflux_transfer.delta.codec import decode
 from reflux_transfer.errors import BaseMismatch, ChecksumMismatch, DeltaDamaged, ReadCancelled
 from reflux_transfer.layout import Layout
 from reflux_transfer.pulling.report import PullReport
-from reflux_transfer.pulling.source import ArenaReader, RemoteSource
+from reflux_transfer.pulling.source import ArenaReader, RemoteSource, discard
 from reflux_transfer.pulling.stream import follow
 from reflux_transfer.pulling.whole import whole
 from reflux_transfer.regions import LocalRegion
@@ -39,49 +41,53 @@ def follow_delta(
     raises leave unknown bytes in the local region. `bytes` of the report are those of the delta.
     """
     start = time.monotonic()
-    reader = ArenaReader(backend, remote, start + deadline_seconds)
-    try:
-        _await_sealed(reader, cancelled)
+    with ExitStack() as opened:
+        reader = ArenaReader(backend, remote, start + deadline_seconds)
+        opened.callback(reader.close)
+
+        def check() -> None:
+            if cancelled():
+                raise ReadCancelled(f"the pull of a delta was cancelled before {reader.reaching}")
+            reader.left()
+
+        _await_sealed(reader, check)
         header = reader.header
         if header.delta_bytes:
             if header.delta_base != base_fingerprint:
                 raise BaseMismatch(
                     f"the delta is against {header.delta_base:016x}, the weights here are {base_fingerprint:016x}"
                 )
-            encoded = _read(backend, reader, cancelled)
-            decode(encoded, base, local.view[: len(base)], base_fingerprint=base_fingerprint)
-            checksums = _verified(reader, local, layout)
+            reader.reaching = "the end of the delta"
+            encoded = _read(backend, reader, check)
+            decode(encoded, base, local.view[: len(base)], base_fingerprint=base_fingerprint, each_frame=check)
+            checksums = _verified(reader, local, layout, check)
             reader.refresh()  # the generation was the same until the end
-            seconds, version = time.monotonic() - start, header.version or header.fingerprint
+            seconds, version = time.monotonic() - start, version_of([header])
             return PullReport(
                 header.delta_bytes, len(checksums), seconds, reader.seconds, version, header.slice_bytes, checksums
             )
-    finally:
-        reader.close()
     left = deadline_seconds - (time.monotonic() - start)
     return follow(backend, [remote], local, whole(layout), deadline_seconds=left, cancelled=cancelled)
 
 
-def _await_sealed(reader: ArenaReader, cancelled: Callable[[], bool]) -> None:
+def _await_sealed(reader: ArenaReader, check: Callable[[], None]) -> None:
     reader.reaching = "the end of the staging"
     reader.refresh()
     while not reader.sealed:
-        if cancelled():
-            raise ReadCancelled("the pull was cancelled before its delta was there")
+        check()
         time.sleep(_NAP_SECONDS)
         reader.refresh()
 
 
-def _read(backend: TransferBackend, reader: ArenaReader, cancelled: Callable[[], bool]) -> memoryview:
+def _read(backend: TransferBackend, reader: ArenaReader, check: Callable[[], None]) -> memoryview:
     header = reader.header
     memory = backend.register(np.zeros(header.delta_bytes, np.uint8))
     try:
         for done in range(0, header.delta_bytes, _READ_BYTES):
-            if cancelled():
-                raise ReadCancelled("the pull of a delta was cancelled")
+            check()
             reader.read(header.delta_offset + done, memory, done, min(_READ_BYTES, header.delta_bytes - done))
     finally:
-        backend.unregister(memory)
+        discard(backend, memory)
     actual = xxhash.xxh3_64_intdigest(memory.view)
     if actual != header.delta_checksum:
         reader.refresh()  # a generation that was overwritten is gone, not damaged
@@ -89,14 +95,18 @@ def _read(backend: TransferBackend, reader: ArenaReader, cancelled: Callable[[],
     return memory.view
 
 
-def _verified(reader: ArenaReader, local: LocalRegion, layout: Layout) -> tuple[int, ...]:
+def _verified(reader: ArenaReader, local: LocalRegion, layout: Layout, check: Callable[[], None]) -> tuple[int, ...]:
     """Checksums of what the delta made, which are the published ones."""
-    header = reader.header
-    found = fingerprint.piece_checksums(local.view, layout, header.slice_bytes)
+    header, found = reader.header, list[int]()
+    ours = fingerprint.piece_checksums(local.view, layout, header.slice_bytes)
     expected = reader.checksums[: header.pieces].tolist()
-    for piece, ours, theirs in zip(layout.pieces(header.slice_bytes), found, expected, strict=False):
-        if ours != theirs:
-            raise DeltaDamaged(f"{piece.slot.name} is {ours:016x} after the delta, published was {theirs:016x}")
+    for piece, actual, published in zip(layout.pieces(header.slice_bytes), ours, expected, strict=False):
+        check()
+        found.append(actual)
+        if actual != published:
+            reader.refresh()  # a generation that was overwritten is gone, not damaged
+            raise DeltaDamaged(f"{piece.slot.name} is {actual:016x} after the delta, published was {published:016x}")
     if fingerprint.tree(found) != header.fingerprint:
+        reader.refresh()
         raise DeltaDamaged("the weights after the delta have another layout than the published ones")
     return tuple(found)

@@ -10,7 +10,7 @@ from reflux_transfer import fingerprint
 from reflux_transfer.arenas.packing import plan_tag
 from reflux_transfer.backends.base import TransferBackend
 from reflux_transfer.errors import ChecksumMismatch
-from reflux_transfer.pulling.source import ArenaReader
+from reflux_transfer.pulling.source import ArenaReader, discard
 from reflux_transfer.pulling.steps import Cover, Direct, Main, More, Packed, Runs, steps
 from reflux_transfer.pulling.whole import Move
 from reflux_transfer.regions import LocalRegion, Run
@@ -56,7 +56,7 @@ class RankPull:
     def close(self) -> None:
         """Frees the scratch memory."""
         if self._scratch:
-            self._backend.unregister(self._scratch)
+            discard(self._backend, self._scratch)
 
     def advance(self) -> bool:
         """Looks at the header, then pulls what is ready; False when there was nothing.
@@ -66,29 +66,32 @@ class RankPull:
         ended = not self._main and not self._more
         self.reader.reaching = self.next_name
         self.reader.refresh()
-        if ended:
-            if self.reader.sealed:
+        before = self.slices
+        try:
+            if not ended:
+                self._pull_ready()
+            elif self.reader.sealed:
                 self._check_table()
                 self.complete = True
-            return self.complete
-        before, header, turn = self.slices, self.reader.header, self.bytes + _TURN_BYTES
-        try:
-            while self._main and self._main[0].piece < header.ready_pieces and self.bytes < turn:
-                step = self._main.popleft()
-                if isinstance(step, Direct):
-                    self._pull_direct(step, header.ready_pieces)
-                else:
-                    self._pull_cover(step)
-            while self._more and self._more[0].extra < header.ready_extras and self.bytes < turn:
-                step = self._more.popleft()
-                if isinstance(step, Packed):
-                    self._pull_packed(step)
-                else:
-                    self._pull_runs(step)
         except ChecksumMismatch:
             self.reader.refresh()  # a generation that was overwritten is gone, not damaged
             raise
-        return self.slices > before
+        return self.complete or self.slices > before
+
+    def _pull_ready(self) -> None:
+        header, turn = self.reader.header, self.bytes + _TURN_BYTES
+        while self._main and self._main[0].piece < header.ready_pieces and self.bytes < turn:
+            step = self._main.popleft()
+            if isinstance(step, Direct):
+                self._pull_direct(step, header.ready_pieces)
+            else:
+                self._pull_cover(step)
+        while self._more and self._more[0].extra < header.ready_extras and self.bytes < turn:
+            step = self._more.popleft()
+            if isinstance(step, Packed):
+                self._pull_packed(step)
+            else:
+                self._pull_runs(step)
 
     def _pull_direct(self, first: Direct, ready: int) -> None:
         batch = [first]

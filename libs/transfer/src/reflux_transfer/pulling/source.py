@@ -1,15 +1,17 @@
 """A reader's view of one arena: its header and checksums, read again and again while the owner fills it."""
 
+import contextlib
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import xxhash
 
 from reflux_transfer.arenas.geometry import HEADER_BYTES, ROW_WORDS
 from reflux_transfer.arenas.header import READ_BYTES, Header, State
 from reflux_transfer.backends.base import TransferBackend
-from reflux_transfer.errors import ReadDeadlineExceeded, WrongHandle
+from reflux_transfer.errors import ChecksumMismatch, ReadDeadlineExceeded, RegionBusy, WrongHandle
 from reflux_transfer.regions import LocalRegion, RemoteRegion, Run
 
 _READ_SECONDS = 10.0
@@ -36,12 +38,13 @@ class ArenaReader:
         page = self._peek(0, HEADER_BYTES)
         self.header = Header.parse(page)
         self.header.check(source.generation, page)
+        self.header.check_bounds(source.region.length)
         self._page = page
         count = self.header.pieces + self.header.extras
-        if min(self.header.table_offset, self.header.rows_offset) + 8 * count > source.region.length:
-            raise WrongHandle("the arena's header names a table outside of its region")
-        found = np.frombuffer(self._peek(self.header.rows_offset, 8 * ROW_WORDS * count), "<u8")
-        self.rows: np.ndarray = found.reshape(count, ROW_WORDS)
+        found = self._peek(self.header.rows_offset, 8 * ROW_WORDS * count)
+        if (actual := xxhash.xxh3_64_intdigest(found)) != self.header.rows_checksum:
+            raise ChecksumMismatch("the descriptions of pieces", 0, len(found), self.header.rows_checksum, actual)
+        self.rows: np.ndarray = np.frombuffer(found, "<u8").reshape(count, ROW_WORDS)
         """What each piece and extra covers, see `Geometry.rows`."""
         self._memory = backend.register(np.zeros(HEADER_BYTES + 8 * count, np.uint8))
         self.checksums = np.frombuffer(self._memory.view[HEADER_BYTES:], "<u8")
@@ -50,7 +53,7 @@ class ArenaReader:
 
     def close(self) -> None:
         """Frees the memory of the header and the checksums; the region stays open."""
-        self._backend.unregister(self._memory)
+        discard(self._backend, self._memory)
 
     @property
     def sealed(self) -> bool:
@@ -62,37 +65,50 @@ class ArenaReader:
         return self.header.pack_base(tag, self._page)
 
     def refresh(self) -> None:
-        """Reads the header, then the checksums that became ready. Raises `GenerationGone`.
+        """Reads the header, then the checksums that became ready.
 
-        What was read before this call belongs to the generation.
+        What was read before this call belongs to the generation. Raises `GenerationGone`, and `ChecksumMismatch` or
+        `WrongHandle` for a header that was damaged.
         """
+        header = self._look()
+        if not header.intact:
+            header = self._look()  # it was sealed while it was read
+        header.check_intact()
+        header.check_bounds(self._source.region.length)
+        if (header.pieces, header.extras) != (self.header.pieces, self.header.extras):
+            raise WrongHandle("the arena's header has changed its number of pieces")
+        self.header = header
+        self._take(0, 0, header.ready_pieces)
+        self._take(1, header.pieces, header.ready_extras)
+
+    def left(self) -> float:
+        """Seconds for the next read. Raises `ReadDeadlineExceeded` when the time is over."""
+        left = self._end - time.monotonic()
+        if left <= 0:
+            raise ReadDeadlineExceeded(f"the pull did not reach {self.reaching} in time")
+        return min(left, _READ_SECONDS)
+
+    def read(self, remote_offset: int, local: LocalRegion, local_offset: int, length: int) -> None:
+        """One read, until the end of the pull at most."""
+        before, seconds = time.monotonic(), self.left()
+        self._backend.read(self._source.region, remote_offset, local, local_offset, length, seconds)
+        self.seconds += time.monotonic() - before
+
+    def read_runs(self, local: LocalRegion, runs: Sequence[Run]) -> None:
+        """Many reads, in few requests where the backend can."""
+        before, seconds = time.monotonic(), self.left()
+        self._backend.read_runs(self._source.region, local, runs, seconds)
+        self.seconds += time.monotonic() - before
+
+    def _look(self) -> Header:
+        """The header as it is now. Raises `GenerationGone`."""
         self.read(0, self._memory, 0, READ_BYTES)
         header = Header.parse(self._memory.view)
         if header.generation_again != self._source.generation or header.state not in (State.STAGING, State.SEALED):
             self.read(0, self._memory, 0, HEADER_BYTES)  # with the reason
             header = Header.parse(self._memory.view)
         header.check(self._source.generation, self._memory.view[:HEADER_BYTES])
-        self.header = header
-        self._take(0, 0, header.ready_pieces)
-        self._take(1, header.pieces, header.ready_extras)
-
-    def read(self, remote_offset: int, local: LocalRegion, local_offset: int, length: int) -> None:
-        """One read, until the end of the pull at most."""
-        before, seconds = time.monotonic(), self._left()
-        self._backend.read(self._source.region, remote_offset, local, local_offset, length, seconds)
-        self.seconds += time.monotonic() - before
-
-    def read_runs(self, local: LocalRegion, runs: Sequence[Run]) -> None:
-        """Many reads, in few requests where the backend can."""
-        before, seconds = time.monotonic(), self._left()
-        self._backend.read_runs(self._source.region, local, runs, seconds)
-        self.seconds += time.monotonic() - before
-
-    def _left(self) -> float:
-        left = self._end - time.monotonic()
-        if left <= 0:
-            raise ReadDeadlineExceeded(f"the pull did not reach {self.reaching} in time")
-        return min(left, _READ_SECONDS)
+        return header
 
     def _take(self, kind: int, first: int, ready: int) -> None:
         known = self._known[kind]
@@ -107,5 +123,15 @@ class ArenaReader:
         try:
             self.read(offset, memory, 0, length)
         finally:
-            self._backend.unregister(memory)
+            discard(self._backend, memory)
         return memory.view
+
+
+def discard(backend: TransferBackend, scratch: LocalRegion) -> None:
+    """Unregisters memory that nobody else knows.
+
+    A read that missed its deadline and cannot be called back may still hold it; the backend gives it free later, and
+    the error of that read is the one to be told.
+    """
+    with contextlib.suppress(RegionBusy):
+        backend.unregister(scratch)

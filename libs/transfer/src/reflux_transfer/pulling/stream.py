@@ -2,8 +2,9 @@
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 
-from reflux_transfer import fingerprint
+from reflux_transfer.arenas.header import version_of
 from reflux_transfer.backends.base import TransferBackend
 from reflux_transfer.errors import ReadCancelled
 from reflux_transfer.pulling.pull import RankPull
@@ -40,17 +41,15 @@ def follow(
     unknown = {move.source_rank for move in moves} - set(by_rank)
     if unknown or not remotes or len(by_rank) != len(remotes):
         raise ValueError(f"each source rank is to be given once; missing are {sorted(unknown)}")
-    readers: list[ArenaReader] = []
     pulls: list[RankPull] = []
-    try:
+    with ExitStack() as opened:
         for remote in sorted(remotes, key=lambda remote: remote.rank):
-            readers.append(ArenaReader(backend, remote, start + deadline_seconds))
+            reader = ArenaReader(backend, remote, start + deadline_seconds)
+            opened.callback(reader.close)
             mine, alone = by_rank[remote.rank], len(remotes) == 1
-            pulls.append(RankPull(backend, readers[-1], local, mine, plan_hash=plan_hash, only_source=alone))
+            pulls.append(RankPull(backend, reader, local, mine, plan_hash=plan_hash, only_source=alone))
+            opened.callback(pulls[-1].close)
         _run(pulls, cancelled)
-    finally:
-        for opened in (*pulls, *readers):
-            opened.close()
     return _report(pulls, moves, time.monotonic() - start)
 
 
@@ -72,11 +71,6 @@ def _run(pulls: Sequence[RankPull], cancelled: Callable[[], bool]) -> None:
 
 def _report(pulls: Sequence[RankPull], moves: Sequence[Move], seconds: float) -> PullReport:
     headers = [pull.reader.header for pull in pulls]
-    named = {header.version for header in headers}
-    if len(headers) == 1 or (len(named) == 1 and 0 not in named):
-        version = headers[0].version or headers[0].fingerprint
-    else:
-        version = fingerprint.tree(header.fingerprint for header in headers)
     same = len(pulls) == 1 and all(move.source_offset == move.target_offset for move in moves)
     whole = same and pulls[0].direct == headers[0].pieces
     return PullReport(
@@ -84,7 +78,7 @@ def _report(pulls: Sequence[RankPull], moves: Sequence[Move], seconds: float) ->
         sum(pull.slices for pull in pulls),
         seconds,
         sum(pull.reader.seconds for pull in pulls),
-        version,
+        version_of(headers),
         headers[0].slice_bytes if whole else 0,
         tuple(pulls[0].reader.checksums[: headers[0].pieces].tolist()) if whole else (),
     )
