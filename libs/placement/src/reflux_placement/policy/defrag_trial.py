@@ -33,7 +33,7 @@ class Limits:
     """Moves of pieces in one trial."""
 
     attempts: int = 4000
-    """Domains that a trial tries to clear."""
+    """Domains that a trial tries to clear, on the way of a chain too, and groups that it tries to move whole."""
 
     scopes: int = 12
     """Domains of the gang's required level that are tried."""
@@ -70,6 +70,18 @@ class Trial:
             if slot is not slots[-1]:
                 held.append(self._hold(slot))
         self.yard.room.release_all(held)
+        return True
+
+    @property
+    def _is_spent(self) -> bool:
+        """Whether nothing is left of the budget."""
+        return self.attempts >= self.limits.attempts or len(self.yard.journal) > self.limits.moves
+
+    def _spend(self) -> bool:
+        """Takes one attempt from the budget; False when nothing is left of it."""
+        if self._is_spent:
+            return False
+        self.attempts += 1
         return True
 
     def _clear_role(self, slot: Slot, first: int, last: int) -> bool:
@@ -118,16 +130,19 @@ class Trial:
     def _move_groups(self, slot: Slot, first: int, last: int) -> bool:
         """For domains that hold only a part of members which must stay together at a wider level: moves these whole."""
         yard, level = self.yard, self.yard.level
+        if self._is_spent:
+            return False  # A cut at another level costs as much as many attempts.
         for wider in range(level + 1, len(yard.topology.levels) - 1):
+            if self._is_spent:
+                break
             yard.cut(wider)
             self.slot, self.inside_P = slot, np.zeros(yard.layer.num_parts, dtype=bool)
             groups = [piece for pieces in yard.pieces.values() for piece in pieces if len(piece.members) > 1]
             for piece in sorted(groups, key=lambda piece: piece.gpus)[: 8 * self.limits.scopes]:
                 lots = self._lots(slot, first, last)
-                if lots >= slot.needed:
+                if lots >= slot.needed or not self._spend():
                     break
                 length = len(yard.journal)
-                self.attempts += 1
                 current = any(piece is each for each in yard.pieces[piece.part])
                 moved = current and self._relocate(piece, frozenset({piece.part}), self.limits.depth)
                 if moved and self._lots(slot, first, last) <= lots:
@@ -150,6 +165,8 @@ class Trial:
 
     def _clear_nodes(self, slot: Slot, part: int, target: int) -> bool:
         """Room for `target` members in one domain, node by node; all or nothing, and no slot elsewhere is lost."""
+        if not self._spend():
+            return False
         yard, level = self.yard, self.yard.level
         length = len(yard.journal)
         lots = self._lots(slot, 0, yard.topology.num_nodes)
@@ -178,8 +195,7 @@ class Trial:
             for part in np.argsort(missing_P, kind="stable").tolist():
                 if tried_P[part]:
                     continue
-                self.attempts += 1
-                if self.attempts > self.limits.attempts or len(self.yard.journal) > self.limits.moves:
+                if not self._spend():
                     return False
                 tried_P[part] = True
                 if self._empty(part, each, int(lots_P[part] + 1) * slot.members, frozenset(), depth):
@@ -222,6 +238,8 @@ class Trial:
         close = np.flatnonzero((room_P >= 0) & (room_P < count) & within_reach_P)
         length = len(self.yard.journal)
         for part in close[np.argsort(-room_P[close], kind="stable")][: 2 * self.limits.destinations].tolist():
+            if not self._spend():
+                return False
             if self._empty(part, each, count, avoid, depth - 1, piece.gpus) and self._put(piece, part):
                 return True
             self.yard.undo(length)
