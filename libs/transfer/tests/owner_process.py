@@ -65,6 +65,11 @@ class Owner:
         self.pipe.send("withdraw")
         assert self.pipe.recv() == "withdrawn"
 
+    def reuse(self) -> bytes:
+        """Withdraws, gives the memory free and takes it for something else. Handle of a second region, of `pattern`."""
+        self.pipe.send("reuse")
+        return self.pipe.recv()
+
     def kill(self) -> None:
         self.process.kill()
         self.process.join()
@@ -74,12 +79,46 @@ class Owner:
         self.pipe.close()
 
 
+class OwnerByAll:
+    """Another process that offers the same memory by several backends."""
+
+    def __init__(self, backends: list[str], length: int) -> None:
+        self._pipe, theirs = FORKS.Pipe()
+        self._process = FORKS.Process(target=_offer_by_all, args=(theirs, backends, length), daemon=True)
+        self._process.start()
+        theirs.close()
+        assert self._pipe.poll(60), "the owner did not start"
+        self.handles: dict[str, bytes] = self._pipe.recv()
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.join()
+        self._pipe.close()
+
+
 def _offer(pipe: Connection, backend_name: str, settings: TransferSettings, length: int, scope: Scope) -> None:
     """Sends the handle, then obeys until it is killed or the pipe closes."""
     backend = open_backend(backend_name, settings)
     region = backend.allocate(length)
     fill(region.view)
     pipe.send(backend.describe(region, scope))
-    while pipe.recv() == "withdraw":
+    others = []
+    while command := pipe.recv():
         backend.unregister(region)
-        pipe.send("withdrawn")
+        if command == "withdraw":
+            pipe.send("withdrawn")
+        else:
+            del region
+            others += [np.full(length, 0xEE, np.uint8) for _ in range(4)]
+            region = backend.allocate(length)
+            fill(region.view)
+            pipe.send(backend.describe(region, scope))
+
+
+def _offer_by_all(pipe: Connection, names: list[str], length: int) -> None:
+    first, *others = [open_backend(name) for name in names]
+    region = first.allocate(length)
+    fill(region.view)
+    found = {first.name: first.describe(region)}
+    pipe.send(found | {each.name: each.describe(each.register(region.view)) for each in others})
+    pipe.recv()

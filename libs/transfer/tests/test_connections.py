@@ -80,3 +80,16 @@ def test_closing_waits_for_reads_and_refuses_new_ones() -> None:
     assert only.closed
     with pytest.raises(RegionClosed), pool.borrowed(soon()):
         pass
+
+
+def test_two_threads_may_close() -> None:
+    opened: list[Fake] = []
+    pool = ConnectionPool(lambda _end: Fake(opened), 2)
+    with pool.borrowed(soon()), pool.borrowed(soon()):
+        closers = [threading.Thread(target=pool.close, daemon=True) for _ in range(2)]
+        for closer in closers:
+            closer.start()
+    for closer in closers:
+        closer.join(30)
+        assert not closer.is_alive()
+    assert [each.closed for each in opened] == [True, True]

@@ -1,8 +1,6 @@
-import os
-import signal
+import errno
 import socket
 import struct
-import threading
 from collections.abc import Iterator
 
 import pytest
@@ -11,7 +9,7 @@ from owner_process import MIB, SIZE, Owner, first_difference
 from reflux_transfer import handles
 from reflux_transfer.backends import tcp_server
 from reflux_transfer.backends.tcp import TcpBackend
-from reflux_transfer.errors import BackendUnavailable, PeerGone, RegionBusy, WrongHandle
+from reflux_transfer.errors import BackendUnavailable, PeerGone, WrongHandle
 from reflux_transfer.settings import TransferSettings
 
 
@@ -31,35 +29,6 @@ def owner() -> Iterator[Owner]:
 
 def envelope_of(owner: Owner) -> dict:
     return {k: v for k, v in handles.unseal(owner.handle, "tcp").items() if k not in ("format", "backend")}
-
-
-def test_a_region_that_is_being_read_into_stays_registered(backend: TcpBackend, owner: Owner) -> None:
-    remote, local = backend.open(owner.handle), backend.allocate(SIZE)
-    backend.read(remote, 0, local, 0, 1, 30.0)
-    os.kill(owner.process.pid, signal.SIGSTOP)
-    reader = threading.Thread(target=backend.read, args=(remote, 0, local, 0, SIZE, 60.0))
-    reader.start()
-    try:
-        refused = False
-        while not refused:  # ends: the read stands still until the owner goes on
-            with local.reading(0, 0):
-                refused = local._reads > 1
-        with pytest.raises(RegionBusy):
-            backend.unregister(local)
-    finally:
-        os.kill(owner.process.pid, signal.SIGCONT)
-    reader.join(60)
-    assert first_difference(local.view) is None
-    backend.unregister(local)
-
-
-def test_a_withdrawn_region_is_gone_and_the_owner_goes_on(backend: TcpBackend, owner: Owner) -> None:
-    remote, local = backend.open(owner.handle), backend.allocate(1000)
-    backend.read(remote, 0, local, 0, 1000, 30.0)
-    owner.withdraw()
-    for _ in range(2):
-        with pytest.raises(PeerGone, match="withdrawn"):
-            backend.read(remote, 0, local, 0, 1000, 30.0)
 
 
 def test_a_wrong_token_reads_nothing(backend: TcpBackend, owner: Owner) -> None:
@@ -89,11 +58,12 @@ def test_requests_that_are_no_requests_end_only_their_connection(backend: TcpBac
     ):
         with socket.create_connection((fields["host"], fields["port"]), timeout=30) as sock:
             sock.sendall(request)
-            sock.shutdown(socket.SHUT_WR)
             try:
+                sock.shutdown(socket.SHUT_WR)
                 assert sock.recv(10) == answer
-            except ConnectionResetError:  # it left before it had read everything
-                assert not answer
+            except OSError as error:  # it left before it had read everything
+                if error.errno not in (errno.ECONNRESET, errno.ENOTCONN) or answer:
+                    raise
     remote, local = backend.open(owner.handle), backend.allocate(MIB)
     backend.read(remote, 0, local, 0, MIB, 30.0)
     assert first_difference(local.view) is None

@@ -53,6 +53,23 @@ def test_unknown_transport_is_refused_by_name() -> None:
         UcxBackend(TransferSettings(ucx_transports="no_such"))
 
 
+@pytest.mark.parametrize("step", ["map_memory", "worker_address", "event_descriptor"])
+def test_a_start_that_fails_leaves_nothing(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def held() -> tuple[int, int]:
+        return len(list(Path("/proc/self/fd").iterdir())), len(list(Path("/proc/self/task").iterdir()))
+
+    def fail(*_arguments: object) -> None:
+        raise ucp.UcpError(-4, "no memory")
+
+    UcxBackend().close()
+    before = held()
+    monkeypatch.setattr(ucp.Library, step, fail)
+    for _ in range(2):
+        with pytest.raises(BackendUnavailable, match="no memory"):
+            UcxBackend()
+    assert held() == before
+
+
 @pytest.mark.parametrize("chosen", ["any_range or killed_while", pytest.param("ucx", marks=pytest.mark.slow)])
 def test_a_system_ucx_passes_the_same_suite(chosen: str) -> None:
     """In a process of its own: two libucp with one SONAME do not live together."""

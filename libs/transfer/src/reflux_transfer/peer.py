@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Self
 
-from reflux_transfer.errors import PeerGone, WrongHandle
+from reflux_transfer.errors import PeerGone, RegionClosed, WrongHandle
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,9 @@ class PeerWatch:
             raise PeerGone(f"process {identity.pid} is gone, its number belongs to another one now")
 
     def check(self) -> None:
-        """Raises `PeerGone` when the process has exited."""
+        """Raises `PeerGone` when the process has exited, `RegionClosed` after `close`."""
+        if self._pidfd < 0:
+            raise RegionClosed("the remote region was released")
         poll = select.poll()  # one per call: a poll object refuses concurrent use
         poll.register(self._pidfd, select.POLLIN)
         if poll.poll(0):

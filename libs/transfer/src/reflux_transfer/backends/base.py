@@ -20,6 +20,8 @@ class TransferBackend(ABC):
       bytes there.
     - The owner is not told about reads: who may still read a range is settled by leases above this interface, and
       whether the bytes are the published ones by checksums. A transport's success is no proof.
+    - A read that returns has read before `unregister` began: later ones raise `PeerGone`, whatever the memory is used
+      for by then. They do the owner no harm.
     - A dead owner ends a read with `PeerGone` and never with a hang; a slow one with `ReadDeadlineExceeded`.
     - Memory of a process that was killed is freed by the kernel.
     """
@@ -45,7 +47,7 @@ class TransferBackend(ABC):
     def open(self, handle: bytes, scope: Scope | None = None) -> RemoteRegion:
         """The region behind a handle that lies in `scope` (None: of whatever run). Pair it with `release`.
 
-        Raises `WrongHandle` or `PeerGone`.
+        Raises `WrongHandle` or `PeerGone`; a region that was withdrawn may also show at the first read only.
         """
 
     @abstractmethod
@@ -74,7 +76,7 @@ class TransferBackend(ABC):
 
     @abstractmethod
     def release(self, remote: RemoteRegion) -> None:
-        """Ends the use of an opened region; a read in flight ends first or with an error."""
+        """Ends the use of an opened region (idempotent); waits for reads in flight, later ones raise `RegionClosed`."""
 
     @abstractmethod
     def unregister(self, region: LocalRegion) -> None:

@@ -51,8 +51,9 @@ class ConnectionPool(Generic[_C]):
                     self._free.append(connection)
                     self._changed.notify_all()
             else:
-                connection.close()
-                self._forget_one()
+                with ExitStack() as undo:
+                    undo.callback(self._forget_one)
+                    connection.close()
 
     def _borrow(self, end: float) -> _C:
         with self._changed:
@@ -78,11 +79,11 @@ class ConnectionPool(Generic[_C]):
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Closes the connections once the reads that use them have ended (idempotent)."""
+        """Closes the connections once the reads that use them have ended (idempotent, also by several threads)."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
             self._changed.wait_for(lambda: self._opened == len(self._free))
-            self._opened = 0
-        while self._free:
-            self._free.pop().close()
+            while self._free:
+                self._opened -= 1
+                self._free.pop().close()

@@ -50,9 +50,10 @@ class Agent:
         with self._lock:
             self._agent.deregister_memory(registered, [_PLUGIN])
 
-    def describe(self, registered: Any) -> bytes:
-        """What another agent needs to read this memory and no other."""
+    def describe(self, places: list[tuple[int, int]]) -> bytes:
+        """What another agent needs to read this registered memory, given as (address, length), and no other."""
         with self._lock:
+            registered = self._agent.get_reg_descs([(*place, 0, "") for place in places], "DRAM")
             return self._agent.get_partial_agent_metadata(registered, True, [_PLUGIN])
 
     def meet(self, name: str, metadata: bytes) -> None:

@@ -91,7 +91,7 @@ class ShmBackend(TransferBackend):
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
             mapping = mmap.mmap(fd, _HEADER + length)
             undo.pop_all()
-        populate(mapping)
+        populate(np.frombuffer(mapping, np.uint8))
         view = memoryview(mapping)
         token = secrets.token_bytes(16)
         view[_TOKEN], view[_OPEN] = token, 1
@@ -132,10 +132,11 @@ class ShmBackend(TransferBackend):
             if data[_TOKEN].tobytes() != mapping.token:
                 raise WrongHandle("the segment behind the handle is another one")
             mapping.check()
+            remote = RemoteRegion(envelope["length"], mapping)
+            with self._lock:
+                self._check_open()
+                self._remotes.add(remote)
             undo.pop_all()
-        remote = RemoteRegion(envelope["length"], mapping)
-        with self._lock:
-            self._remotes.add(remote)
         return remote
 
     def read(
@@ -171,16 +172,14 @@ class ShmBackend(TransferBackend):
 
     def release(self, remote: RemoteRegion) -> None:
         """Unmaps once the reads in flight have ended."""
-        with self._lock:
-            if remote not in self._remotes:
-                return
-            self._remotes.discard(remote)
         mapping = remote.resource
         with mapping.idle:
             mapping.closed = True
             mapping.idle.wait_for(lambda: mapping.reads == 0)
-        mapping.watch.close()
-        mapping.data = np.empty(0, np.uint8)
+            mapping.watch.close()
+            mapping.data = np.empty(0, np.uint8)
+        with self._lock:  # now only: a `close` meanwhile has to wait as well
+            self._remotes.discard(remote)
 
     def unregister(self, region: LocalRegion) -> None:
         """Withdraws the segment; its pages go when the last mapping of any process goes."""
@@ -195,10 +194,12 @@ class ShmBackend(TransferBackend):
 
     def close(self) -> None:
         """Releases remotes first: they may be reading into local regions."""
-        self._closed = True
-        for remote in list(self._remotes):
+        with self._lock:
+            self._closed = True
+            remotes, regions = list(self._remotes), list(self._regions)
+        for remote in remotes:
             self.release(remote)
-        for region in list(self._regions):
+        for region in regions:
             self.unregister(region)
 
     def _check_open(self) -> None:

@@ -9,6 +9,7 @@ import struct
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -45,6 +46,7 @@ class _Connection:
             raise ReadDeadlineExceeded(f"no connection to {address[0]}:{address[1]} in time") from error
         except OSError as error:
             raise PeerGone(f"the region's owner at {address[0]}:{address[1]} does not answer: {error}") from error
+        self._sock.settimeout(None)
         wire.tune(self._sock)
 
     def fetch(self, offer: bytes, runs: Sequence[Run], local: memoryview, end: float) -> None:
@@ -80,11 +82,7 @@ class _Connection:
         rest = end - time.monotonic()
         if rest <= 0:
             raise ReadDeadlineExceeded("the region's owner did not answer in time")
-        # Blocking calls with a kernel timeout: Python's own would poll before each of them.
-        self._sock.settimeout(None)
-        seconds, micros = divmod(max(1, int(rest * 1e6)), 1_000_000)
-        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-            self._sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", seconds, micros))
+        wire.limit(self._sock, rest)
 
     def close(self) -> None:
         self._sock.close()
@@ -154,11 +152,16 @@ class TcpBackend(TransferBackend):
             raise WrongHandle(f"the handle's token has {len(token)} bytes, not {wire.TOKEN_BYTES}")
         offer = struct.pack("<Q16s", envelope["region"], token)
         address = (envelope["host"], envelope["port"])
-        watch = PeerWatch(identity) if identity.on_this_host() else None
         pool = ConnectionPool(lambda end: _Connection(address, end), self._max_connections)
-        remote = RemoteRegion(envelope["length"], _Remote(offer, watch, pool))
-        with self._lock:
-            self._remotes.add(remote)
+        with ExitStack() as undo:
+            watch = PeerWatch(identity) if identity.on_this_host() else None
+            if watch:
+                undo.callback(watch.close)
+            remote = RemoteRegion(envelope["length"], _Remote(offer, watch, pool))
+            with self._lock:
+                self._check_open()
+                self._remotes.add(remote)
+            undo.pop_all()
         return remote
 
     def read(
@@ -179,46 +182,45 @@ class TcpBackend(TransferBackend):
         for run in runs:
             check_range("remote", remote.length, run.remote_offset, run.length)
             check_range("local", local.length, run.local_offset, run.length)
-        path = remote.resource
-        with local.reading(0, 0):
+        path: _Remote = remote.resource
+        with path.pool.borrowed(end) as connection, local.reading(0, 0):
             if path.watch:
                 path.watch.check()
-            if not any(run.length for run in runs):
-                return
-            with path.pool.borrowed(end) as connection:
-                for batch in _batches(runs):
-                    connection.fetch(path.offer, batch, local.view, end)
+            for batch in _batches([run for run in runs if run.length]):
+                connection.fetch(path.offer, batch, local.view, end)
 
     def release(self, remote: RemoteRegion) -> None:
         """Closes the connections once they are idle."""
-        with self._lock:
-            if remote not in self._remotes:
-                return
+        path: _Remote = remote.resource
+        path.pool.close()
+        with self._lock:  # now only: a `close` meanwhile has to wait as well
             self._remotes.discard(remote)
-        remote.resource.pool.close()
-        if remote.resource.watch:
-            remote.resource.watch.close()
+            if path.watch:
+                path.watch.close()
 
     def unregister(self, region: LocalRegion) -> None:
         """Readers of other processes see it withdrawn."""
-        if not region.retire():
-            return
         with self._lock:
+            if not region.retire():
+                return
             self._regions.discard(region)
             if region.resource is not None and self._server is not None:
                 self._server.withdraw(region.resource)
 
     def close(self) -> None:
-        """Releases remotes first: they may be reading into local regions."""
+        """Releases remotes first: they may be reading into local regions. Each step even if an earlier one fails."""
         with self._lock:
+            if self._closed:
+                return
             self._closed = True
-        for remote in list(self._remotes):
-            self.release(remote)
-        for region in list(self._regions):
-            self.unregister(region)
-        if self._server is not None:
-            self._server.close()
-            self._server = None
+            remotes, regions, server = list(self._remotes), list(self._regions), self._server
+        with ExitStack() as steps:  # the last one first
+            if server:
+                steps.callback(server.close)
+            for region in regions:
+                steps.callback(self.unregister, region)
+            for remote in remotes:
+                steps.callback(self.release, remote)
 
     def _listen(self) -> wire.RangeServer:
         if self._advertised in ("", "0.0.0.0", "::"):

@@ -228,6 +228,10 @@ class Library:
         )
         return _address(memh)
 
+    def unmap_memory(self, context: int, memh: int) -> None:
+        """Inverse of `map_memory`."""
+        self.check(self.calls.ucp_mem_unmap(context, memh))
+
     def pack_key(self, context: int, memh: int) -> bytes:
         """The remote key that lets a peer read the memory."""
         pointer, length = c_void_p(), c_size_t()

@@ -1,11 +1,15 @@
 """The two ends of a UCX path: the target's progress thread and a reader's connection."""
 
+import ctypes
 import os
 import select
 import threading
 import time
+from contextlib import ExitStack
+from dataclasses import dataclass
 
 from reflux_transfer.backends import ucp
+from reflux_transfer.backends.board import WORD_BYTES, check_word
 from reflux_transfer.errors import PeerGone, ReadDeadlineExceeded
 from reflux_transfer.peer import PeerWatch
 
@@ -20,16 +24,22 @@ class Target:
 
     def __init__(self, library: ucp.Library, context: int) -> None:
         self._library = library
-        self._worker = library.open_worker(context)
-        self.address = library.worker_address(self._worker)
-        self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        self._thread = threading.Thread(target=self._run, name="reflux-ucx-progress", daemon=True)
-        self._thread.start()
+        with ExitStack() as undo:
+            self._worker = library.open_worker(context)
+            undo.callback(library.calls.ucp_worker_destroy, self._worker)
+            self.address = library.worker_address(self._worker)
+            self._events = library.event_descriptor(self._worker)
+            self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+            undo.callback(os.close, self._wake_read)
+            undo.callback(os.close, self._wake_write)
+            self._thread = threading.Thread(target=self._run, name="reflux-ucx-progress", daemon=True)
+            self._thread.start()
+            undo.pop_all()
 
     def _run(self) -> None:
         calls = self._library.calls
         poll = select.poll()
-        poll.register(self._library.event_descriptor(self._worker), select.POLLIN)
+        poll.register(self._events, select.POLLIN)
         poll.register(self._wake_read, select.POLLIN)
         while not self._woken():
             while calls.ucp_worker_progress(self._worker):
@@ -52,6 +62,15 @@ class Target:
         os.close(self._wake_write)
 
 
+@dataclass(frozen=True)
+class RemoteWord:
+    """A word on the owner's board, see `board`: where it lies, the key of the board, what stands there."""
+
+    address: int
+    key: bytes
+    value: int
+
+
 class Connection:
     """A worker with one endpoint to one peer; one thread at a time.
 
@@ -65,6 +84,7 @@ class Connection:
         self._failure = ucp.OK
         self._handler = ucp.ErrorHandler(self._on_error)
         self._keys: dict[bytes, int] = {}
+        self._word = ctypes.c_uint64()
         self._worker = library.open_worker(context)
         mode = ucp.ERROR_MODE_NONE if watch else ucp.ERROR_MODE_PEER
         self._forced = mode == ucp.ERROR_MODE_PEER
@@ -79,26 +99,41 @@ class Connection:
         """False once an error or a deadline has left it in an unknown state."""
         return self._failure == ucp.OK
 
-    def get(self, key: bytes, remote: int, local: int, length: int, memh: int, deadline: float) -> None:
-        """Reads `length` bytes; `deadline` is a monotonic time. After an error the connection is unusable."""
+    def get(
+        self, key: bytes, remote: int, local: int, length: int, memh: int, deadline: float, word: RemoteWord | None
+    ) -> None:
+        """Reads `length` bytes; `deadline` is a monotonic time. After an error the connection is unusable.
+
+        With a `word` that is read, too, behind the bytes and without a further round trip.
+        """
         try:
-            if key not in self._keys:
-                self._keys[key] = self._library.unpack_key(self._endpoint, key)
-            param = ucp.RequestParam.with_memory(memh)
-            request = self._library.calls.ucp_get_nbx(
-                self._endpoint, local, length, remote, self._keys[key], ucp.byref(param)
-            )
-            if self._library.pending(request):
-                self._wait(request, deadline)
+            requests = [self._start(key, remote, local, length, ucp.RequestParam.with_memory(memh))]
+            if word:
+                place = word.address, ctypes.addressof(self._word), WORD_BYTES
+                requests.append(self._start(word.key, *place, ucp.RequestParam()))
+            for request in requests:
+                if request:
+                    self._wait(request, deadline)
             if self._watch:
                 # A transport may report success for a peer that was killed while it was being read.
                 self._watch.check()
+            if word:
+                check_word(word.value, self._word.value)
         except ucp.UcpError as error:
             self._failure = error.status
             raise PeerGone(f"the region's owner does not answer: {error}") from error
         except (PeerGone, ReadDeadlineExceeded):
             self._failure = self._failure or ucp.IN_PROGRESS
             raise
+
+    def _start(self, key: bytes, remote: int, local: int, length: int, param: ucp.RequestParam) -> int | None:
+        """Posts a GET; the request to wait for, None when it is done already."""
+        if key not in self._keys:
+            self._keys[key] = self._library.unpack_key(self._endpoint, key)
+        request = self._library.calls.ucp_get_nbx(
+            self._endpoint, local, length, remote, self._keys[key], ucp.byref(param)
+        )
+        return request if self._library.pending(request) else None
 
     def _wait(self, request: int, deadline: float) -> None:
         calls, idle = self._library.calls, 0
