@@ -45,8 +45,9 @@ from reflux_placement.sources.toml import read_topology
 from reflux_placement.topology import Resources, Topology
 from reflux_scheduler import backends
 from reflux_scheduler.backends.base import Backend, Grant, GrantStatus, NodeCondition
-from reflux_scheduler.job import Job, JobSpec, Part, RoleTemplate
+from reflux_scheduler.job import Job, Part
 from reflux_scheduler.ledger import Ledger
+from reflux_scheduler.spec import JobSpec, RoleTemplate
 from reflux_scheduler.store import LEADER, Store
 
 LEVEL = 0.85

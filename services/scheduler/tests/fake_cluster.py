@@ -13,9 +13,9 @@ from reflux_placement.topology import Node, Resources, Topology, build_topology
 from reflux_scheduler.backends.base import Backend, Grant, GrantStatus, NodeCondition
 from reflux_scheduler.candidate import Candidate, Plan
 from reflux_scheduler.fleet import Terms
-from reflux_scheduler.job import JobSpec, RoleTemplate
 from reflux_scheduler.main import SchedulerSettings
 from reflux_scheduler.planner import Rules
+from reflux_scheduler.spec import JobSpec, RoleTemplate
 
 SPEC = JobSpec("test", (RoleTemplate("learner", 1, Resources(gpus=4), ("x",)),))
 WHOLE_NODE = Resources(gpus=4)

@@ -10,7 +10,8 @@ from reflux_placement.topology import Node, Resources, build_topology
 from reflux_scheduler import driver, jobs
 from reflux_scheduler.backends.local import LocalBackend
 from reflux_scheduler.crew import AgentAway
-from reflux_scheduler.job import Heard, JobSpec, Report, RoleTemplate
+from reflux_scheduler.job import Heard, Report
+from reflux_scheduler.spec import JobSpec, RoleTemplate
 
 
 def spec(count: int) -> JobSpec:

@@ -10,14 +10,15 @@ from reflux_placement.gang import Assignment
 from reflux_placement.policy.spares import SpareRule
 from reflux_placement.policy.view import DEFAULT_QUEUE, Queue
 from reflux_placement.topology import Node, Resources, build_topology
-from reflux_scheduler import jobs
+from reflux_scheduler import jobs, sightings
 from reflux_scheduler.book import Book
 from reflux_scheduler.claims import Claims
-from reflux_scheduler.job import Job, JobSpec, RoleTemplate
+from reflux_scheduler.job import Job
 from reflux_scheduler.ledger import Ledger
 from reflux_scheduler.metrics import Metrics
 from reflux_scheduler.nodes import Nodes
 from reflux_scheduler.planner import Planner, Rules
+from reflux_scheduler.spec import JobSpec, RoleTemplate
 from reflux_scheduler.store import Store
 
 NODES = [Node(f"n{n}", Resources(4, 8000), {"rack": "r0"}) for n in range(2)]
@@ -61,7 +62,7 @@ async def test_a_cancelled_job_does_not_take_back_room_that_is_promised_to_anoth
     assert (restarted.room.free_NR == ledger.room.free_NR).all()
 
     (seat,) = victim.placement.seats()
-    victim = await again.change("v", lambda job: jobs.stopped_member(job, seat, 4.0))
+    victim = await again.change("v", lambda job: sightings.stopped_member(job, seat, 4.0))
     assert victim.state == "CANCELLED"
     assert restarted.in_the_way(again.get("w")) == ""
     assert restarted.room.free_NR[:, 0].tolist() == [0, 4]

@@ -10,7 +10,8 @@ from scheduler_in_memory import InMemory, MemoryStore
 from reflux_placement.topology import Resources
 from reflux_scheduler import growth, jobs
 from reflux_scheduler.backends.base import Grant, GrantRefused, GrantStatus
-from reflux_scheduler.job import Job, JobSpec, Part, Placement, RolePlaces, RoleTemplate
+from reflux_scheduler.job import Job, Part, Placement, RolePlaces
+from reflux_scheduler.spec import JobSpec, RoleTemplate
 
 
 class Stingy(FakeCluster):

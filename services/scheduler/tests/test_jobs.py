@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
 from reflux_placement.topology import Resources
-from reflux_scheduler import jobs, restarts
-from reflux_scheduler.job import Heard, Job, JobSpec, Part, Placement, Report, RolePlaces, RoleTemplate, Seat
+from reflux_scheduler import jobs, restarts, sightings
+from reflux_scheduler.job import Heard, Job, Part, Placement, Report, RolePlaces, Seat
+from reflux_scheduler.spec import JobSpec, RoleTemplate
 
 ORDER = ("PENDING", "PLACED", "STARTING", "RUNNING", "SUCCEEDED", "FAILED", "CANCELLED")
 CPU = Resources(millicpus=100)
@@ -40,7 +41,7 @@ def reports(job: Job, state: str, revision: int = 1, **fields) -> dict[str, Repo
 
 
 def observe(job: Job, incarnation: str, told: dict[str, Report], now: float, node: str = "n1", grant: str = "") -> Job:
-    return jobs.observe(job, {(node, grant): Heard(incarnation, told)}, now)
+    return sightings.observe(job, {(node, grant): Heard(incarnation, told)}, now)
 
 
 def states(job: Job) -> dict[str, str]:
@@ -110,7 +111,7 @@ def test_a_failed_member_ends_the_gang_once_the_others_are_stopped():
     assert [seat.label for seat in jobs.to_stop(job)] == ["engine/0", "engine/1"]
     assert jobs.to_start(job) == ()
     for label in ("engine/0", "engine/1"):
-        job = jobs.stopped_member(job, seats(job)[label], 5.0)
+        job = sightings.stopped_member(job, seats(job)[label], 5.0)
     assert (job.state, job.message, job.ended_at) == ("FAILED", "learner/0 died", 5.0)
 
 
@@ -125,7 +126,7 @@ def test_the_first_cause_stays():
 
 
 def test_a_lost_node_leaves_its_members_lost_and_the_job_to_the_policy():
-    job = jobs.node_lost(running(), "n1", "", "gone", 4.0)
+    job = sightings.node_lost(running(), "n1", "", "gone", 4.0)
     assert (job.state, job.ending) == ("RUNNING", None)
     assert set(states(job).values()) == {"lost"}
     assert jobs.to_start(job) == ()
@@ -134,7 +135,7 @@ def test_a_lost_node_leaves_its_members_lost_and_the_job_to_the_policy():
 
 def test_a_lost_member_whose_agent_comes_back_starts_again():
     engines = RoleTemplate("engine", 1, CPU, ("x",), max_restarts=2)
-    job = jobs.node_lost(running(engines), "n1", "", "gone", 4.0)
+    job = sightings.node_lost(running(engines), "n1", "", "gone", 4.0)
     job = observe(job, "b", {}, 5.0)
     assert states(job) == {"engine/0": "waiting"}
 
@@ -144,7 +145,7 @@ def test_a_requeued_job_stops_its_members_first_and_then_waits_with_its_history(
     assert (job.state, job.requeues, len(jobs.to_stop(job))) == ("RUNNING", 1, 3)
     assert jobs.to_start(job) == ()
     for seat in seats(job).values():
-        job = jobs.stopped_member(job, seat, 5.0)
+        job = sightings.stopped_member(job, seat, 5.0)
     assert (job.state, job.placement, job.ending, job.queued_at) == ("PENDING", None, None, 5.0)
     assert job.message == "queued again: node gone"
     job = jobs.placed(job, places(*job.spec.roles, node="n2"), 6.0)
@@ -157,7 +158,7 @@ def test_a_requeued_job_stops_its_members_first_and_then_waits_with_its_history(
 def test_a_report_of_an_earlier_attempt_is_not_taken_for_the_present_one():
     job = jobs.requeue(running(), "node gone", 4.0)
     for seat in seats(job).values():
-        job = jobs.stopped_member(job, seat, 5.0)
+        job = sightings.stopped_member(job, seat, 5.0)
     job = jobs.starting(jobs.placed(job, places(*job.spec.roles), 6.0), 7.0)
     job = observe(job, "a", reports(job, "succeeded", revision=9, attempt=1), 8.0)
     assert set(states(job).values()) == {"waiting"}
@@ -168,7 +169,7 @@ def test_a_preempted_job_is_counted_and_a_cancel_ends_it_for_good():
     assert (job.preemptions, job.preempted_by) == (1, "jobs/b")
     job = jobs.end(job, "CANCELLED", "enough", 5.0)
     for seat in seats(job).values():
-        job = jobs.stopped_member(job, seat, 6.0)
+        job = sightings.stopped_member(job, seat, 6.0)
     assert job.state == "CANCELLED"
 
 
@@ -177,13 +178,13 @@ def test_a_migrated_job_goes_to_its_next_place_without_waiting():
     there = places(*job.spec.roles, node="n2")
     job = jobs.requeue(job, "makes room", 4.0, then=there)
     for seat in seats(job).values():
-        job = jobs.stopped_member(job, seat, 5.0)
+        job = sightings.stopped_member(job, seat, 5.0)
     assert (job.state, job.placement, job.attempt) == ("PLACED", there, 2)
 
 
 def test_a_replaced_member_starts_elsewhere_and_the_others_run_on():
     job = running()
-    job = jobs.node_lost(job, "n1", "", "gone", 4.0)
+    job = sightings.node_lost(job, "n1", "", "gone", 4.0)
     job = observe(job, "a", {}, 4.0)  # nothing new
     roles = tuple(
         replace(each, nodes=("n2",) * len(each.nodes)) if each.role == "engine" else each
@@ -209,7 +210,7 @@ def test_a_job_keeps_its_end_until_its_grants_are_given_back():
     job = replace(running(), parts=(Part(0, "granted"),), next_part=1)
     job = jobs.end(job, "CANCELLED", "enough", 4.0)
     for seat in seats(job).values():
-        job = jobs.stopped_member(job, seat, 5.0)
+        job = sightings.stopped_member(job, seat, 5.0)
     assert job.state == "RUNNING"
     assert jobs.released(job, 0, 6.0).state == "CANCELLED"
 
@@ -219,14 +220,14 @@ def test_a_job_that_migrates_asks_for_the_room_of_its_next_place_once_the_old_on
     there = places(*job.spec.roles, node="n2", part=1)
     job = jobs.requeue(replace(job, next_part=2), "migrates", 4.0, then=there)
     for seat in seats(job).values():
-        job = jobs.stopped_member(job, seat, 5.0)
+        job = sightings.stopped_member(job, seat, 5.0)
     assert (job.state, job.parts) == ("RUNNING", (Part(0, "granted"),))
     job = jobs.released(job, 0, 6.0)
     assert (job.state, job.placement, job.parts) == ("PLACED", there, (Part(1),))
     # Where nodes have their own agents nothing is asked for.
     job = jobs.requeue(running(), "migrates", 4.0, then=places(*queued().spec.roles, node="n2"))
     for seat in seats(job).values():
-        job = jobs.stopped_member(job, seat, 5.0)
+        job = sightings.stopped_member(job, seat, 5.0)
     assert (job.state, job.parts) == ("PLACED", ())
 
 
@@ -276,11 +277,11 @@ def test_states_only_move_forward_and_a_final_job_never_changes(history):
         elif kind == "cancel":
             job = jobs.end(job, "CANCELLED", "on request", float(now))
         elif kind == "lost":
-            job = jobs.node_lost(job, "n1", "", "gone", float(now))
+            job = sightings.node_lost(job, "n1", "", "gone", float(now))
         elif kind == "requeue":
             job = jobs.requeue(job, "elsewhere", float(now))
         elif job.placement is not None:
-            job = jobs.stopped_member(job, seats(job)["engine/0"], float(now))
+            job = sightings.stopped_member(job, seats(job)["engine/0"], float(now))
         forward = ORDER.index(job.state) >= ORDER.index(before.state)
         back = job.state == "PENDING" and (before.ending is not None or kind == "requeue")
         assert forward or back

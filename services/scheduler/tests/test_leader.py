@@ -22,8 +22,9 @@ from reflux_scheduler.agent.members import MemberTable
 from reflux_scheduler.agent.servicer import AgentServicer
 from reflux_scheduler.agent.supervisor import Household
 from reflux_scheduler.errors import NotLeading
-from reflux_scheduler.job import Job, JobSpec, RoleTemplate
+from reflux_scheduler.job import Job
 from reflux_scheduler.leadership import Leadership
+from reflux_scheduler.spec import JobSpec, RoleTemplate
 from reflux_scheduler.store import Store
 
 LEADER_SECONDS = 1.0

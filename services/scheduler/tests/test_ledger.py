@@ -11,10 +11,11 @@ from reflux_placement.errors import Occupied
 from reflux_placement.gang import Assignment
 from reflux_placement.policy.view import Claim
 from reflux_placement.topology import Node, Resources, Topology, build_topology
-from reflux_scheduler import jobs
+from reflux_scheduler import jobs, sightings
 from reflux_scheduler.claims import Claims
-from reflux_scheduler.job import Job, JobSpec, RoleTemplate
+from reflux_scheduler.job import Job
 from reflux_scheduler.ledger import Ledger, gpus_on, shares, usage
+from reflux_scheduler.spec import JobSpec, RoleTemplate
 from reflux_scheduler.store import LEADER, Store
 
 
@@ -61,7 +62,7 @@ def test_room_of_a_preempted_job_is_promised_at_once_and_used_when_it_has_left()
     assert ledger.in_the_way(winner) == "jobs/a"
     assert ledger.in_the_way(placed(ledger, "c", 3)) == ""
     for seat in leaving.placement.seats():
-        leaving = jobs.stopped_member(leaving, seat, 4.0)
+        leaving = sightings.stopped_member(leaving, seat, 4.0)
     ledger.sync(leaving)
     assert leaving.state == "PENDING"
     assert ledger.take_left()

@@ -11,9 +11,10 @@ from redis.asyncio import Redis
 
 from reflux_placement.policy.view import Wait
 from reflux_placement.topology import Resources
-from reflux_scheduler import controller, jobs, metrics
-from reflux_scheduler.job import Job, JobSpec, Placement, Report, RolePlaces, RoleTemplate
+from reflux_scheduler import controller, jobs, metrics, sightings
+from reflux_scheduler.job import Heard, Job, Placement, Report, RolePlaces
 from reflux_scheduler.metrics import Metrics
+from reflux_scheduler.spec import JobSpec, RoleTemplate
 
 LEVELS = ("node", "nvlink", "block", "cluster")
 SPEC = JobSpec("test", (RoleTemplate("learner", 1, Resources(gpus=1), ("x",)),))
@@ -53,7 +54,7 @@ def run(counts: Metrics, job: Job, clock: Clock) -> Job:
     for step in (
         lambda job: jobs.placed(job, places(), clock.at),
         lambda job: jobs.starting(job, clock.at),
-        lambda job: jobs.observe_one(job, next(job.placement.seats()), ("n1", ""), _runs(job), clock.at),
+        lambda job: sightings.observe_one(job, next(job.placement.seats()), ("n1", ""), _runs(job), clock.at),
     ):
         before, job = job, step(job)
         counts.changed(before, job)
@@ -63,7 +64,7 @@ def run(counts: Metrics, job: Job, clock: Clock) -> Job:
 
 def _runs(job: Job):
     report = Report(f"{job.id}/learner/0", "running", pid=1, revision=1, attempt=job.attempt)
-    return jobs.Heard("a", {report.role_id: report})
+    return Heard("a", {report.role_id: report})
 
 
 def free_to_start() -> tuple[float, float]:
@@ -76,7 +77,7 @@ def test_a_job_that_waited_an_hour_is_told_from_the_second_since_room_was_freed(
     clock.at = 13_599.0
     ending = jobs.end(first, "CANCELLED", "enough", clock.at)
     counts.changed(first, ending)
-    counts.changed(ending, jobs.stopped_member(ending, next(ending.placement.seats()), clock.at))
+    counts.changed(ending, sightings.stopped_member(ending, next(ending.placement.seats()), clock.at))
     clock.at = 13_600.0
     total, count = free_to_start()
     waiting = queued("b", 10_000.0)
@@ -87,7 +88,7 @@ def test_a_job_that_waited_an_hour_is_told_from_the_second_since_room_was_freed(
     counts.changed(first, replace(first, state="FAILED"))
     started = jobs.starting(placed, clock.at)
     counts.changed(placed, started)
-    running = jobs.observe_one(started, next(placed.placement.seats()), ("n1", ""), _runs(started), clock.at)
+    running = sightings.observe_one(started, next(placed.placement.seats()), ("n1", ""), _runs(started), clock.at)
     counts.changed(started, running)
     after, now = free_to_start()
     assert (after - total, now - count) == (pytest.approx(1.5), 1)

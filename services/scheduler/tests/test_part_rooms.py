@@ -6,7 +6,8 @@ import pytest
 from scheduler_in_memory import Exact, InMemory, MemoryStore
 
 from reflux_placement.topology import Resources
-from reflux_scheduler.job import Job, JobSpec, Part, Placement, RolePlaces, RoleTemplate
+from reflux_scheduler.job import Job, Part, Placement, RolePlaces
+from reflux_scheduler.spec import JobSpec, RoleTemplate
 from reflux_scheduler.view import smaller_sizes
 
 

@@ -10,10 +10,11 @@ from scheduler_in_memory import Exact, InMemory, MemoryStore
 
 from reflux_placement.gang import Assignment
 from reflux_placement.topology import Node, Resources, Topology, build_topology
-from reflux_scheduler import jobs
+from reflux_scheduler import jobs, sightings
 from reflux_scheduler.backends.local import LocalBackend
-from reflux_scheduler.job import Heard, Job, JobSpec, Placement, Report, RolePlaces, RoleTemplate
+from reflux_scheduler.job import Heard, Job, Placement, Report, RolePlaces
 from reflux_scheduler.ledger import Ledger
+from reflux_scheduler.spec import JobSpec, RoleTemplate
 
 
 def topology(count: int = 4) -> Topology:
@@ -31,7 +32,7 @@ def running(ledger: Ledger, name: str, asked: JobSpec, *nodes: int) -> Job:
     job = jobs.starting(jobs.placed(job, placement, 1.0), 1.0)
     for seat in placement.seats():
         report = Report(job.role_id(seat), "running", pid=1, revision=1, attempt=1)
-        job = jobs.observe(job, {(seat.node, ""): Heard("i", {report.role_id: report})}, 2.0)
+        job = sightings.observe(job, {(seat.node, ""): Heard("i", {report.role_id: report})}, 2.0)
     ledger.sync(job)
     return job
 
@@ -54,7 +55,7 @@ def test_a_grown_member_waits_for_a_preempted_job_to_leave_its_gpus():
     growing = moved(ledger, growing, 0, 1, 2)
     assert blocked(ledger, growing) == {"w/1": "jobs/a"}
     (seat,) = victim.placement.seats()
-    ledger.sync(jobs.stopped_member(jobs.requeue(victim, "for b", 2.0, preempted_by="jobs/b"), seat, 4.0))
+    ledger.sync(sightings.stopped_member(jobs.requeue(victim, "for b", 2.0, preempted_by="jobs/b"), seat, 4.0))
     assert ledger.take_left()
     assert blocked(ledger, growing) == {}
 

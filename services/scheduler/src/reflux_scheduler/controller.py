@@ -12,7 +12,7 @@ from redis.exceptions import RedisError
 
 from reflux_placement.policy.view import Queue
 from reflux_placement.topology import Topology
-from reflux_scheduler import jobs
+from reflux_scheduler import jobs, sightings
 from reflux_scheduler.book import Book
 from reflux_scheduler.claims import Claims
 from reflux_scheduler.crew import Crew
@@ -21,12 +21,13 @@ from reflux_scheduler.drivers import Drivers
 from reflux_scheduler.errors import NotLeading
 from reflux_scheduler.fleet import Fleet, Post
 from reflux_scheduler.grants import Grants
-from reflux_scheduler.job import Heard, Job, JobSpec
+from reflux_scheduler.job import Heard, Job
 from reflux_scheduler.ledger import Ledger
 from reflux_scheduler.metrics import Metrics
 from reflux_scheduler.nodes import Nodes
 from reflux_scheduler.planner import Planner, Rules
 from reflux_scheduler.shapes import Shapes
+from reflux_scheduler.spec import JobSpec
 from reflux_scheduler.store import Store
 from reflux_scheduler.watch import Watch
 
@@ -265,7 +266,7 @@ class Controller:
             for job_id in self.book.at(post):
                 by_job.setdefault(job_id, {})[post] = heard
         for job_id, words in by_job.items():
-            await self.book.change(job_id, lambda job, words=words: jobs.observe(job, words, time.time()))
+            await self.book.change(job_id, lambda job, words=words: sightings.observe(job, words, time.time()))
 
     async def _count_lost(self, now: float) -> None:
         """Applies what the silence of agents says."""
@@ -280,7 +281,7 @@ class Controller:
                     self._due = True
 
     def _lose(self, job: Job, post: Post, why: str) -> Job:
-        job = jobs.node_lost(job, *post, why, time.time())
+        job = sightings.node_lost(job, *post, why, time.time())
         if self.topology.num_nodes == 1:
             # There is no other place, and nobody knows whether this one comes back: a person has to decide.
             return jobs.end(job, "FAILED", why, time.time())
@@ -292,5 +293,5 @@ def _abandon(job: Job, why: str) -> Job:
     now = time.time()
     job = jobs.end(job, "FAILED", why, now)
     for post in {(seat.node, job.grant_id(seat.part)) for seat in job.placement.seats()} if job.placement else ():
-        job = jobs.node_lost(job, *post, why, now)
+        job = sightings.node_lost(job, *post, why, now)
     return job

@@ -6,7 +6,7 @@ import time
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
-from reflux_scheduler import jobs
+from reflux_scheduler import jobs, sightings
 from reflux_scheduler.book import Book
 from reflux_scheduler.crew import AgentAway, Crew, StartRefused
 from reflux_scheduler.job import DONE, Heard, Job, Seat
@@ -62,11 +62,11 @@ class Gang:
         if seat in job.retiring:
             await self._book.change(job.id, lambda job: jobs.retired(job, seat))
         else:
-            await self._book.change(job.id, lambda job: jobs.stopped_member(job, seat, time.time()))
+            await self._book.change(job.id, lambda job: sightings.stopped_member(job, seat, time.time()))
 
     async def _heard(self, job: Job, seat: Seat, heard: Heard) -> None:
         post = (seat.node, job.grant_id(seat.part))
-        await self._book.change(job.id, lambda job: jobs.observe_one(job, seat, post, heard, time.time()))
+        await self._book.change(job.id, lambda job: sightings.observe_one(job, seat, post, heard, time.time()))
 
 
 async def _all(calls: Sequence[Coroutine[Any, Any, None]]) -> None:

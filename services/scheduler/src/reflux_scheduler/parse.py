@@ -10,7 +10,8 @@ from reflux_kit.errors import InvalidRequest
 from reflux_placement.gang import Relation
 from reflux_placement.policy.view import DEFAULT_QUEUE
 from reflux_placement.topology import CLUSTER, Resources, Topology
-from reflux_scheduler.job import JobSpec, MemberState, Report, RoleTemplate
+from reflux_scheduler.job import MemberState, Report
+from reflux_scheduler.spec import JobSpec, RoleTemplate
 
 MAX_TEXT = 256
 _ROLE_NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,62}")

@@ -12,8 +12,9 @@ from reflux_placement.place.cost import Cost
 from reflux_placement.place.misfit import Misfit
 from reflux_placement.room import gpu_indices
 from reflux_placement.topology import Resources, Topology
-from reflux_scheduler.job import Event, Job, MemberStatus, Placement, RoleTemplate, Seat
+from reflux_scheduler.job import Event, Job, MemberStatus, Placement, Seat
 from reflux_scheduler.parse import MEMBER_STATES
+from reflux_scheduler.spec import RoleTemplate
 
 _SECRET = re.compile(r"SECRET|TOKEN|PASSWORD|CREDENTIAL|PRIVATE|_KEY", re.IGNORECASE)
 MANY_MEMBERS = 5000
