@@ -148,6 +148,8 @@ class Model:
     ) -> None:
         self.engines = engines
         self._model_id, self._learner, self._broker = model_id, learner, broker
+        self.num_bytes = 0
+        """Of the weights, once something was published; gaps and tables left out."""
 
     def publish(self) -> tuple[float, WeightVersion]:
         """Seconds from PublishWeights until all replicas have committed, and the version."""
@@ -160,6 +162,7 @@ class Model:
         begun = time.perf_counter()
         done = self._learner.PublishWeights(request, timeout=2 * _SYNC_SECONDS)
         seconds = time.perf_counter() - begun
+        self.num_bytes = done.bytes
         asked = pb.GetVersionRequest(model_id=self._model_id, epoch=done.epoch)
         version = self._broker.GetVersion(asked, timeout=10.0).version
         assert version.state == WeightVersion.STATE_COMMITTED

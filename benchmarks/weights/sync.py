@@ -13,7 +13,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from fleet import Model, fleet, model_folder
+from fleet import fleet, model_folder
 from rounds import MODEL_BYTES, Setup, spread, ways
 
 
@@ -26,7 +26,9 @@ def main() -> int:
         syncs = {
             f"{count} replica{'s'[: count - 1]}": running.learner(f"runs/{count}", engines=count) for count in (1, 2)
         }
-        length, calls = _size(syncs["1 replica"])
+        one = syncs["1 replica"]
+        calls = one.publish()[1].control_messages
+        length = one.num_bytes
         file = Path(tempfile.mkdtemp(dir="/dev/shm", prefix="reflux-bench-")) / "model.safetensors"
         setups = {"memcpy": Setup("memcpy"), "file": Setup("tmpfs_file", arguments=(str(folder), str(file)))}
         for how in ("tensors", "flat"):
@@ -57,12 +59,6 @@ def main() -> int:
         print(f"note: {length} bytes, not those of SmolLM2-135M: the figures show that the benchmark works, no more")
     print(json.dumps({name: round(figure, 3) for name, figure in figures.items()}))
     return 0
-
-
-def _size(model: Model) -> tuple[int, int]:
-    """Bytes of a version, and the calls and events that it takes."""
-    _, version = model.publish()
-    return version.bytes, version.control_messages
 
 
 if __name__ == "__main__":
