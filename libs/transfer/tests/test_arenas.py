@@ -142,25 +142,39 @@ def test_a_replica_serves_what_it_pulled_until_it_pulls_again(arenas: PublisherA
     report = follow(backend, [source], first.shadow_region(backend), whole(LAYOUT), deadline_seconds=9)
     first.swap()
     for given in (report, None):  # with known checksums, and hashed anew
-        handle = first.offer(first.live_index, 7, report=given)
-        assert pulled(backend, second, handle, 7) == report.fingerprint
+        generation, handle = first.offer(first.live_index, report=given)
+        assert pulled(backend, second, handle, generation) == report.fingerprint
         assert_holds(second.view(second.live_index), tensors(1))
     first.swap()
     first.shadow_region(backend)
     with pytest.raises(GenerationGone, match="withdrawn: the replica takes the next version"):
-        pulled(backend, second, handle, 7)
+        pulled(backend, second, handle, generation)
+
+
+def test_a_version_that_is_offered_again_is_another_generation(arenas: PublisherArenas, backend: ShmBackend) -> None:
+    staging = staged(arenas, 1)
+    first, second = (ReplicaArenas(LAYOUT, backend=backend, slice_bytes=SLICE) for _ in range(2))
+    offers = []
+    for _ in range(3):  # the third one lies where the first one was
+        pulled(backend, first, staging.offer(), staging.generation)
+        offers.append(first.offer(first.live_index))
+    (generation, handle), *_, (last, _) = offers
+    with pytest.raises(GenerationGone, match=f"generation {generation} was overwritten by generation {last}"):
+        pulled(backend, second, handle, generation)
+    with pytest.raises(KeyError):
+        first.lease(generation, "joiner", 60)
 
 
 def test_a_lease_delays_the_next_pull_into_a_buffer(backend: ShmBackend) -> None:
     replica = ReplicaArenas(LAYOUT, buffers=1, backend=backend, slice_bytes=SLICE)
     assert replica.live_index == replica.shadow_index == 0
-    replica.offer(0, 3)
-    replica.lease(3, "joiner", 60)
-    assert replica.leases(3) == 1
-    threading.Timer(0.02, replica.release, (3, "joiner")).start()
+    generation, _ = replica.offer(0)
+    replica.lease(generation, "joiner", 60)
+    assert replica.leases(generation) == 1
+    threading.Timer(0.02, replica.release, (generation, "joiner")).start()
     replica.shadow_region(backend, 20)
     with pytest.raises(KeyError):
-        replica.lease(3, "joiner", 60)
+        replica.lease(generation, "joiner", 60)
 
 
 def test_the_same_version_twice_is_the_same_bits(arenas: PublisherArenas, backend: ShmBackend) -> None:
@@ -176,7 +190,8 @@ def test_closed_arenas_tell_their_readers() -> None:
     """By their header: where the memory itself vanishes, readers lose the owner, which is the backends' to test."""
     backend = LastingShm()
     arenas, replica = PublisherArenas(backend, LAYOUT, SLICE), ReplicaArenas(LAYOUT, backend=backend, slice_bytes=SLICE)
-    remotes = [(backend.open(staged(arenas, 1).offer()), 1), (backend.open(replica.offer(0, 3)), 3)]
+    staging, (generation, handle) = staged(arenas, 1), replica.offer(0)
+    remotes = [(backend.open(staging.offer()), staging.generation), (backend.open(handle), generation)]
     arenas.close()
     replica.close()
     for (remote, generation), text in zip(remotes, ("has closed its arenas", "takes the next version"), strict=True):

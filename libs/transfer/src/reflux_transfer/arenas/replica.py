@@ -44,6 +44,7 @@ class ReplicaArenas:
         self.live_index = 0
         self._backend, self._geometry = backend, Geometry(layout, slice_bytes)
         self._changed = threading.Condition()
+        self._generation = 0
         self._buffers: list[_Buffer] = []
         for _ in range(buffers):
             region = backend.allocate(self._geometry.region_bytes)
@@ -80,14 +81,18 @@ class ReplicaArenas:
         """Makes the shadow live."""
         self.live_index = self.shadow_index
 
-    def offer(self, index: int, generation: int, scope: Scope = ANYWHERE, *, report: PullReport | None = None) -> bytes:
-        """Handle of a buffer that holds verified weights, for readers that know `generation`.
+    def offer(self, index: int, scope: Scope = ANYWHERE, *, report: PullReport | None = None) -> tuple[int, bytes]:
+        """Generation and handle of a buffer that holds verified weights.
+
+        Every offer is a generation of its own, also when a version is offered again: a reader of the first one that
+        was still there when the buffer was filled anew finds it gone.
 
         `report` is that of the pull that filled it: it has the checksums already and the fingerprint of the whole
         version. Without them the buffer is hashed, so call it in a thread. Nobody may change the buffer until
         `shadow_region` asks for it.
         """
         buffer = self._buffers[index]
+        self._generation = generation = self._generation + 1
         buffer.header.claim(generation)
         checksums: Sequence[int] = report.checksums if report and report.slice_bytes == self.slice_bytes else ()
         if not checksums:
@@ -96,7 +101,7 @@ class ReplicaArenas:
             buffer.header.ready(piece, checksum)
         whole = fingerprint.tree(checksums)
         buffer.header.seal(whole, report.fingerprint if report else whole)
-        return self._backend.describe(buffer.region, replace(scope, generation=generation))
+        return generation, self._backend.describe(buffer.region, replace(scope, generation=generation))
 
     def lease(self, generation: int, holder: str, seconds: float) -> None:
         """A reader is on its way: a pull into the buffer waits for it. Raises `KeyError` when it is gone."""
