@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any, Literal
 
+import numpy as np
 from broker_processes import LAYOUT, MODEL, served
 
 from reflux_kit.channel import open_channel
@@ -52,10 +53,15 @@ class Hook:
 class Gate:
     """Carries out a hook inside the replica; the test sends anything to let it go on."""
 
-    def __init__(self, hook: Hook | None, pipe: Connection) -> None:
+    def __init__(self, hook: Hook | None, pipe: Connection, arenas: ReplicaArenas, buffers: int) -> None:
         self._hook, self._pipe = hook, pipe
+        self._buffers = {_address(arenas.view(index)) for index in range(buffers)}
         self.version = 0
         """What is pulled now."""
+
+    def holds_weights(self, view: memoryview) -> bool:
+        """Whether it is a buffer of the replica, and no scratch memory for headers or tests of a path."""
+        return _address(view) in self._buffers
 
     def reaches(self, phase: Phase) -> None:
         """Blocks here if this is the point."""
@@ -111,13 +117,17 @@ class _Subscriber(BrokerSubscriber):
         await asyncio.to_thread(self.gate.reaches, "register")
 
 
+def _address(view: memoryview) -> int:
+    return np.frombuffer(view, np.uint8).ctypes.data
+
+
 def _opener(gate: Gate) -> Callable[[str], TransferBackend]:
     def opened(name: str) -> TransferBackend:
         backend = open_backend(name)
         inner = backend.read
 
         def read(remote: Any, remote_offset: int, local: Any, local_offset: int, length: int, seconds: float) -> None:
-            weights = len(local.view) >= LAYOUT.region_bytes
+            weights = gate.holds_weights(local.view)
             if weights and local_offset > 0:
                 gate.reaches("mid-read")
             inner(remote, remote_offset, local, local_offset, length, seconds)
@@ -136,9 +146,11 @@ def replica(pipe: Connection, address: str, name: str, hook: Hook | None) -> Non
 
 
 async def _replica(pipe: Connection, address: str, name: str, hook: Hook | None) -> None:
-    gate, in_place = Gate(hook, pipe), hook is not None and hook.in_place
+    in_place = hook is not None and hook.in_place
     with contextlib.closing(open_backend("shm")) as backend:
-        arenas = ReplicaArenas(LAYOUT, buffers=1 if in_place else 2, backend=backend)
+        buffers: Literal[1, 2] = 1 if in_place else 2
+        arenas = ReplicaArenas(LAYOUT, buffers=buffers, backend=backend)
+        gate = Gate(hook, pipe, arenas, buffers)
 
         async def apply(update: Update) -> float:
             if update.fill:

@@ -111,6 +111,8 @@ async def reach(world: World, phase: Phase, *, flip: bool, timeout: float) -> No
     if late:
         world.start(VICTIM, hook)
         await world.replicas[VICTIM].until(lambda state: state.get("at") == phase)
+    if late and flip:
+        await world.replicas[VICTIM].until(lambda state: state.get("version") == 1)  # after another attempt
     world.orders(world.publisher, 2, seed=2, timeout=timeout, min_replicas=len(others))
     await world.replicas[VICTIM].until(lambda state: state.get("at") == phase)
     if phase == "between-commits" and not flip:
