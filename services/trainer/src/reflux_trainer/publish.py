@@ -66,7 +66,7 @@ class Publisher:
         waits: Waits,
         model_id: str,
         sync_timeout_seconds: float,
-        probe: Probe,
+        probe: Probe = Probe(),
     ) -> None:
         self._learner = learner
         self._broker = broker
