@@ -1,12 +1,15 @@
 """`reflux weights plan`: a plan from a preset or a file, as text and as JSON, and files that cannot be."""
 
+import io
 import json
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from rich.console import Console
 
-from reflux_client.commands.weights import weights
+from reflux.weight_broker.v1 import weight_broker_service_pb2 as pb
+from reflux_client.commands.weights import paths_table, weights
 from reflux_client.connection import ClientError
 from reflux_client.layout_file import load_layouts
 
@@ -77,3 +80,17 @@ def test_a_file_that_cannot_be_is_refused_by_key(tmp_path: Path, text: str, name
 def test_what_makes_no_plan_is_said(arguments: list[str]) -> None:
     result = CliRunner().invoke(weights, ["plan", *arguments])
     assert isinstance(result.exception, ClientError)
+
+
+def test_paths_are_shown_with_peer_rate_and_reason() -> None:
+    slow = pb.TransferPath(transport="tcp", peer="pid 7 (ab12cd34)", bytes_per_second=2.5e9, reason="below its floor")
+    paths = [pb.TransferPath(transport="shm", bytes_per_second=8e9, chosen=True, reason="configured"), slow]
+    answer = pb.ListPathsResponse(processes=[pb.ReportPathsRequest(process="replicas/a", paths=paths)])
+    console = Console(width=200, file=io.StringIO())
+    with console.capture() as printed:
+        console.print(paths_table(answer))
+    own, peer = (line for line in printed.get().splitlines() if "replicas/a" in line)
+    assert [word for word in own.split() if word != "\u2502"] == ["replicas/a", "shm", "-", "8.00", "yes", "configured"]
+    for word in ("tcp", "pid 7 (ab12cd34)", "2.50", "below its floor"):
+        assert word in peer
+    assert "yes" not in peer

@@ -25,6 +25,7 @@ from reflux_transfer.client.wire import RETRY
 from reflux_transfer.errors import GenerationGone
 from reflux_transfer.handles import Scope
 from reflux_transfer.layout import Layout
+from reflux_transfer.probe.paths import PathBook
 from reflux_transfer.registry import open_backend
 from reflux_weight_broker.main import BrokerSettings, build
 from reflux_weightplan.mesh import Cut, Mesh, Placement
@@ -32,6 +33,7 @@ from reflux_weightplan.spec import SpecLayout, TensorSpec
 
 LAYOUT = Layout.from_shapes({"w": ([64, 32], "float32"), "norm": ([32], "float32")})
 HANG_SECONDS = 30.0
+OF_M = Scope("m")
 
 
 def weights(seed: int, layout: Layout = LAYOUT) -> dict[str, np.ndarray]:
@@ -76,13 +78,14 @@ class Stack:
         rank: int = 0,
         probe: Callable | None = None,
         judged: Callable[[str], None] = lambda _: None,
-        run: str = "m",
+        scope: Scope = OF_M,
+        paths: PathBook | None = None,
         broken: Callable[[], bool] = lambda: False,
         layout: Layout = LAYOUT,
     ) -> Replica:
         layout = layout_of_rank(spec, rank) if spec else layout
         arenas = ReplicaArenas(layout, buffers=2 if mode == "swap" else 1, backend=self.backend)
-        receiver = (SwapReceiver if mode == "swap" else InPlaceReceiver)(arenas, rank=rank, scope=Scope(run))
+        receiver = (SwapReceiver if mode == "swap" else InPlaceReceiver)(arenas, rank=rank, scope=scope, paths=paths)
 
         async def apply(update: Update) -> float:
             if update.fill:
@@ -101,9 +104,9 @@ class Stack:
         self.replicas.append(replica)
         return replica
 
-    def publisher(self, model_id: str = "m", layout: Layout = LAYOUT) -> BrokerPublisher:
+    def publisher(self, model_id: str = "m", layout: Layout = LAYOUT, secret: str = "") -> BrokerPublisher:
         arenas = PublisherArenas(self.backend, layout, delta_share=1.0)
-        self.publishers.append(BrokerPublisher(self.channel, model_id, arenas))
+        self.publishers.append(BrokerPublisher(self.channel, model_id, arenas, secret=secret))
         return self.publishers[-1]
 
     async def settled(self, name: str, epoch: int) -> None:
@@ -242,7 +245,7 @@ async def test_an_adapter_is_published_beside_its_model(stack: Stack) -> None:
 
 
 async def test_a_handle_of_another_run_is_not_opened(stack: Stack) -> None:
-    stack.replica("a", run="other")
+    stack.replica("a", scope=Scope("other"))
     with pytest.raises(PublishAborted, match=r"WrongHandle.*run 'm', this process to run 'other'"):
         await publish(stack.publisher(), 1, 1, min_replicas=1)
 
@@ -291,6 +294,6 @@ async def test_control_messages_do_not_grow_with_the_model(stack: Stack) -> None
     stack.replica("a")
     done = await publish(stack.publisher(), 1, 1, min_replicas=1)
     large = Layout.from_shapes({f"w{index}": ([16], "float32") for index in range(500)})
-    stack.replica("a", model_id="n", layout=large, run="n")
+    stack.replica("a", model_id="n", layout=large, scope=Scope("n"))
     more = await publish(stack.publisher("n", large), 1, 0, weights(1, large), min_replicas=1)
     assert more.control_messages == done.control_messages == 8

@@ -1,6 +1,7 @@
 """Tokens: signed with the stack secret, checked on every call."""
 
 import hashlib
+import hmac
 import time
 from dataclasses import dataclass
 
@@ -41,6 +42,11 @@ def from_header(secret: str, header: str | None) -> Claims:
     if not header or not header.startswith("Bearer "):
         raise Unauthenticated("a token is required: send 'Authorization: Bearer <token>' (`reflux token` prints one)")
     return verify(secret, header.removeprefix("Bearer "))
+
+
+def derived_key(secret: str, purpose: str) -> bytes:
+    """32 bytes for one purpose that tell nothing about the secret (HMAC-SHA256); empty without a secret."""
+    return hmac.digest(_key(secret), purpose.encode(), "sha256") if secret else b""
 
 
 def _key(secret: str) -> bytes:

@@ -3,7 +3,7 @@
 import hashlib
 import hmac
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from reflux_transfer.errors import WrongHandle
@@ -22,7 +22,7 @@ class Scope:
 
     run: str = ""
     generation: int = 0
-    key: bytes = b""
+    key: bytes = field(default=b"", repr=False)
 
 
 ANYWHERE = Scope()

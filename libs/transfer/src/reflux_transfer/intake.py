@@ -12,6 +12,7 @@ from reflux_transfer.backends.base import TransferBackend
 from reflux_transfer.client.offer import Offer, layout_of_rank
 from reflux_transfer.client.puller import Puller
 from reflux_transfer.layout import Layout
+from reflux_transfer.probe.paths import PathBook
 from reflux_transfer.pulling.report import PullReport
 from reflux_transfer.regions import LocalRegion
 from reflux_weightplan.spec import SpecLayout
@@ -20,16 +21,16 @@ from reflux_weightplan.spec import SpecLayout
 class Intake:
     """Owns the buffer and the backends that read into it. One pull at a time, by any thread."""
 
-    def __init__(self, layout: SpecLayout) -> None:
+    def __init__(self, layout: SpecLayout, paths: PathBook | None = None) -> None:
         """Engines load whole tensors by name and cut them themselves, so the layout has one rank.
 
-        Raises `LayoutError` for a layout that cuts tensors.
+        `paths` as for `Puller`. Raises `LayoutError` for a layout that cuts tensors.
         """
         shapes = {tensor.name: tensor.shape for tensor in layout.tensors}
         flat = layout_of_rank(layout, 0)
         self.layout = Layout(tuple(replace(slot, shape=shapes[slot.name]) for slot in flat.slots))
         self.view = memoryview(mmap.mmap(-1, self.layout.region_bytes))
-        self._puller = Puller()
+        self._puller = Puller(paths=paths)
         self._regions: dict[TransferBackend, LocalRegion] = {}
         self._fingerprint = 0
         """Of what the buffer holds, 0 while that is unknown: the base that deltas stand on."""

@@ -6,6 +6,7 @@ from pydantic import Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 BackendName = Literal["shm", "ucx", "tcp", "nixl"]
+WantedBackend = Literal["auto", "shm", "ucx", "tcp", "nixl"]
 
 
 class TransferSettings(BaseSettings):
@@ -16,7 +17,7 @@ class TransferSettings(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix="REFLUX_TRANSFER_", extra="ignore", frozen=True)
 
-    backend: Literal["auto", "shm", "ucx", "tcp", "nixl"] = "auto"
+    backend: WantedBackend = "auto"
     """`auto` takes the first that passes its self-test, see `probe`."""
 
     ucx_library: str = ""

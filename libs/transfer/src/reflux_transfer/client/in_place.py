@@ -12,6 +12,7 @@ from reflux_transfer.client.puller import Puller
 from reflux_transfer.client.receiver import Apply, Receiver
 from reflux_transfer.handles import ANYWHERE, Scope
 from reflux_transfer.modes import Mode
+from reflux_transfer.probe.paths import PathBook
 from reflux_transfer.pulling.report import PullReport
 
 _NOTHING = PullReport(0, 0, 0.0, 0.0, 0)
@@ -23,11 +24,16 @@ class InPlaceReceiver(Receiver):
 
     mode: ClassVar[Mode] = "in_place"
 
-    def __init__(self, arenas: ReplicaArenas, *, rank: int = 0, scope: Scope = ANYWHERE) -> None:
-        """`arenas` have one buffer; handles of others have to lie in `scope`, and own ones do."""
+    def __init__(
+        self, arenas: ReplicaArenas, *, rank: int = 0, scope: Scope = ANYWHERE, paths: PathBook | None = None
+    ) -> None:
+        """`arenas` have one buffer; handles of others have to lie in `scope`, and own ones do.
+
+        `paths` as for `Puller`.
+        """
         self.arenas: ReplicaArenas = arenas
         self._rank, self._scope = rank, scope
-        self._puller = Puller(scope if scope.run else None)
+        self._puller = Puller(scope if scope.run else None, paths=paths)
         self._offer: Offer | None = None
         self._fingerprint = 0
         """Of what the buffer holds, 0 while that is unknown."""

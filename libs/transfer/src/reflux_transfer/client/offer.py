@@ -1,11 +1,12 @@
 """What a replica is offered and what it has made of it. Free of gRPC and protos: offers also go to engines' workers."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
 from reflux_transfer.arenas.packing import rank_layout
+from reflux_transfer.handles import Scope, unseal
 from reflux_transfer.layout import Layout
 from reflux_transfer.pulling.report import PullReport
 from reflux_transfer.pulling.whole import Move, WholeTensor
@@ -75,6 +76,11 @@ class Offer:
     deadline: float
     seconds: float
     base_epoch: int = 0
+
+    def check(self, scope: Scope) -> None:
+        """Raises `WrongHandle` for a region that does not lie in `scope`, for those who hand the offer on."""
+        for region in self.regions:
+            unseal(region.handle, region.transport, scope=replace(scope, generation=region.generation))
 
 
 @dataclass(frozen=True)

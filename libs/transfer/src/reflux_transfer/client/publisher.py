@@ -20,7 +20,6 @@ from reflux_transfer.client.layouts import single_rank
 from reflux_transfer.client.leases import keep_leases
 from reflux_transfer.client.offer import Kind, SourceRegion
 from reflux_transfer.errors import TransferError
-from reflux_transfer.handles import Scope
 from reflux_weightplan.spec import SpecLayout
 from reflux_weightplan.wire import layout_hash
 
@@ -113,16 +112,16 @@ class BrokerPublisher:
         arenas: PublisherArenas,
         *,
         layout: SpecLayout | None = None,
-        key: bytes = b"",
+        secret: str = "",
     ) -> None:
         """`layout` is that of all ranks of the publisher; without it this process is the only one.
 
-        `key` signs the handles (see `Scope`); readers of the run have the same.
+        With the stack's `secret` the handles are signed, see `wire.scope_of`.
         """
         self._model_id, self._arenas = model_id, arenas
         self._layout = layout or single_rank(arenas.layout)
         self._announcer = Announcer(channel, model_id, self._layout)
-        self._scope = Scope(wire.run_of(model_id), key=key)
+        self._scope = wire.scope_of(model_id, secret)
         self._replay = True
         self._committed: tuple[int, int] = (0, 0)
         """Epoch and generation that are pinned."""

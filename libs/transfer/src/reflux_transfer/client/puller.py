@@ -12,6 +12,7 @@ from reflux_transfer.client.offer import Offer
 from reflux_transfer.errors import PlanNotStaged, ReadCancelled, ReadDeadlineExceeded, WrongHandle
 from reflux_transfer.handles import Scope
 from reflux_transfer.layout import Layout
+from reflux_transfer.probe.paths import PathBook, peer_of
 from reflux_transfer.pulling.report import PullReport
 from reflux_transfer.pulling.source import ArenaReader, RemoteSource
 from reflux_transfer.pulling.stream import follow
@@ -24,9 +25,18 @@ _NAP_SECONDS = 0.002
 class Puller:
     """Blocks: call it in a thread, one pull at a time."""
 
-    def __init__(self, scope: Scope | None = None, opened: Callable[[str], TransferBackend] = open_backend) -> None:
-        """Handles have to lie in `scope` (None: any); `opened` makes a backend by name."""
+    def __init__(
+        self,
+        scope: Scope | None = None,
+        opened: Callable[[str], TransferBackend] = open_backend,
+        paths: PathBook | None = None,
+    ) -> None:
+        """Handles have to lie in `scope` (None: any); `opened` makes a backend by name.
+
+        `paths` are those of this process, each tested before its first pull; without them this puller tests its own.
+        """
         self._scope, self._opened = scope, opened
+        self._paths = PathBook() if paths is None else paths
         self._backends: dict[str, TransferBackend] = {}
 
     def backend(self, offer: Offer) -> TransferBackend:
@@ -49,7 +59,7 @@ class Puller:
         """Pulls and verifies an offer into this rank's tensors area, which `backend(offer)` can read into.
 
         A delta needs the `base` that it stands on: its layout, its bytes (they may be those of `local`) and its
-        fingerprint. Raises what `follow` and `follow_delta` raise.
+        fingerprint. Raises `PathTooSlow`, and what `follow` and `follow_delta` raise.
         """
         with self._sources(offer) as (backend, sources):
             if offer.kind == "delta" and base:
@@ -59,7 +69,7 @@ class Puller:
     def await_sealed(self, offer: Offer, cancelled: Callable[[], bool]) -> int:
         """Waits until all of an offer's regions are complete; returns the version's fingerprint, pulls nothing.
 
-        Raises `GenerationGone`, `PeerGone`, `ReadCancelled` or `ReadDeadlineExceeded`.
+        Raises `GenerationGone`, `PeerGone`, `PathTooSlow`, `ReadCancelled` or `ReadDeadlineExceeded`.
         """
         with self._sources(offer) as (backend, sources):
             headers = [_sealed(backend, source, offer.deadline, cancelled) for source in sources]
@@ -77,6 +87,8 @@ class Puller:
             for region in sorted(offer.regions, key=lambda region: region.rank):
                 scope = replace(self._scope, generation=region.generation) if self._scope else None
                 sources.append(RemoteSource(backend.open(region.handle, scope), region.generation, region.rank))
+                left, peer = max(0.0, offer.deadline - time.monotonic()), peer_of(region.handle)
+                self._paths.check(backend, region.handle, peer=peer, scope=scope, seconds=left)
             yield backend, sources
         finally:
             for source in sources:

@@ -11,6 +11,7 @@ from reflux_transfer.client.puller import Puller
 from reflux_transfer.client.receiver import Apply, Receiver
 from reflux_transfer.handles import ANYWHERE, Scope
 from reflux_transfer.modes import Mode
+from reflux_transfer.probe.paths import PathBook
 
 _LEASE_SECONDS = 5.0
 """Longest wait for those who still read the shadow; the broker has told them to stop, or they are gone."""
@@ -21,11 +22,16 @@ class SwapReceiver(Receiver):
 
     mode: ClassVar[Mode] = "swap"
 
-    def __init__(self, arenas: ReplicaArenas, *, rank: int = 0, scope: Scope = ANYWHERE) -> None:
-        """`arenas` have two buffers; handles of others have to lie in `scope`, and own ones do."""
+    def __init__(
+        self, arenas: ReplicaArenas, *, rank: int = 0, scope: Scope = ANYWHERE, paths: PathBook | None = None
+    ) -> None:
+        """`arenas` have two buffers; handles of others have to lie in `scope`, and own ones do.
+
+        `paths` as for `Puller`.
+        """
         self.arenas: ReplicaArenas = arenas
         self._rank, self._scope = rank, scope
-        self._puller = Puller(scope if scope.run else None)
+        self._puller = Puller(scope if scope.run else None, paths=paths)
         self._live_fingerprint = 0
 
     async def prepare(self, offer: Offer, cancelled: Callable[[], bool]) -> Prepared:

@@ -5,9 +5,11 @@ from typing import TYPE_CHECKING
 from reflux.weight_broker.v1 import weight_broker_service_pb2 as pb
 from reflux.weight_broker.v1 import weight_layout_pb2 as layout_pb
 from reflux.weight_broker.v1.weight_version_pb2 import WeightVersion
+from reflux_kit import auth
 from reflux_transfer import errors
 from reflux_transfer.client.layouts import chunks, from_message, to_message
 from reflux_transfer.client.offer import Kind, SourceRegion
+from reflux_transfer.handles import Scope
 from reflux_transfer.modes import Mode
 from reflux_weightplan.errors import WeightPlanError
 from reflux_weightplan.spec import SpecLayout
@@ -55,6 +57,12 @@ _REASONS: dict[type[Exception], pb.AckVersionRequest.Reason.ValueType] = {
 def run_of(model_id: str) -> str:
     """The run whose handles belong to a model: a run's model is called like the run, its adapters below it."""
     return model_id.partition(ADAPTERS)[0]
+
+
+def scope_of(model_id: str, secret: str = "") -> Scope:
+    """Where the handles of a model's weights are valid: in its run, signed where the stack has a secret."""
+    run = run_of(model_id)
+    return Scope(run, key=auth.derived_key(secret, f"weight handles of {run}"))
 
 
 def kind_of(number: int) -> Kind:

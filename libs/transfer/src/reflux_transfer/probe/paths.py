@@ -1,7 +1,10 @@
 """Tests of the path between this process and an owner of memory: a rate per pair, and an error below the floor."""
 
+import hashlib
+import json
 import logging
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from reflux_transfer import handles
@@ -13,12 +16,17 @@ from reflux_transfer.probe.floors import floor_of, hint_of
 from reflux_transfer.probe.metrics import PATH, PATH_OK
 from reflux_transfer.probe.self_test import TEST_BYTES, timed_read
 from reflux_transfer.probe.transports import ucx_transports
+from reflux_transfer.pulling.source import discard
 from reflux_transfer.settings import TransferSettings
 
 log = logging.getLogger(__name__)
 
 _ROUNDS = 3
 _JUDGED_BYTES = 4 << 20
+_READ_SECONDS = 5.0
+"""Less than 7 MB/s is no path: its read ends with `ReadDeadlineExceeded`."""
+
+_PEERS = 256
 
 
 @dataclass(frozen=True)
@@ -46,6 +54,14 @@ class PathStatus:
         """Not known to be below the floor."""
         return not self.judged or self.bytes_per_second >= self.floor
 
+    @property
+    def note(self) -> str:
+        """The verdict in a few words."""
+        if not self.judged:
+            return f"not judged, only {self.bytes} bytes to read"
+        floor = f"{self.floor / 1e9:.3f} GB/s"
+        return f"above its floor of {floor}" if self.ok else f"below its floor of {floor}: {hint_of(self.kind)}"
+
     def check(self) -> None:
         """Raises `PathTooSlow` below the floor."""
         if not self.ok:
@@ -61,23 +77,25 @@ def measure_pair(
     settings: TransferSettings | None = None,
     scope: Scope | None = None,
     length: int = TEST_BYTES,
+    seconds: float = _READ_SECONDS,
 ) -> PathStatus:
     """Reads up to 32 MiB from the start of the peer's region into memory of its own, three times, and takes the best.
 
-    The status is logged and exported whatever it says: the caller decides by `check`. Raises what `open` and `read`
-    raise.
+    Each of the reads may take `seconds`, 5 at most. The status is logged and exported whatever it says: the caller
+    decides by `check`. Raises what `open` and `read` raise.
     """
     settings = settings or TransferSettings()
-    same_host = _owner_is_here(handle)
+    same_host = _owner(handle).on_this_host()
     kind = "ucx-rdma" if backend.name == "ucx" and not same_host and ucx_transports(settings).rdma else backend.name
     remote = backend.open(handle, scope)
     try:
         count = min(length, remote.length)
         scratch = backend.allocate(count)
         try:
-            rate = count / min(timed_read(backend, remote, scratch, count) for _ in range(_ROUNDS))
+            limit = min(seconds, _READ_SECONDS)
+            rate = count / min(timed_read(backend, remote, scratch, count, limit) for _ in range(_ROUNDS))
         finally:
-            backend.unregister(scratch)
+            discard(backend, scratch)
     finally:
         backend.release(remote)
     status = PathStatus(peer, backend.name, kind, same_host, count, rate, floor_of(kind, settings))
@@ -95,15 +113,30 @@ class PathBook:
         self._settings = settings or TransferSettings()
         self._known: dict[tuple[str, str], PathStatus] = {}
         self._lock = threading.Lock()
+        self.changed: Callable[[], None] = lambda: None
+        """Called after each test, by the thread that made it."""
 
-    def check(self, backend: TransferBackend, handle: bytes, *, peer: str, scope: Scope | None = None) -> PathStatus:
+    def check(
+        self,
+        backend: TransferBackend,
+        handle: bytes,
+        *,
+        peer: str,
+        scope: Scope | None = None,
+        seconds: float = _READ_SECONDS,
+    ) -> PathStatus:
         """Tests the path to `peer` unless it is known to be good. Raises `PathTooSlow`; it is tested again then."""
         with self._lock:
             known = self._known.get((peer, backend.name))
         if known is None or not known.ok:
-            known = measure_pair(backend, handle, peer=peer, settings=self._settings, scope=scope)
+            known = measure_pair(backend, handle, peer=peer, settings=self._settings, scope=scope, seconds=seconds)
             with self._lock:
                 self._known[peer, backend.name] = known
+                oldest = next(iter(self._known))[0]
+                crowded = len(self._known) > _PEERS
+            if crowded:
+                self.forget(oldest)
+            self.changed()
         known.check()
         return known
 
@@ -123,6 +156,12 @@ class PathBook:
             return tuple(self._known[key] for key in sorted(self._known))
 
 
-def _owner_is_here(handle: bytes) -> bool:
-    owner = handles.unseal(handle, handles.backend_of(handle), owner=dict)["owner"]
-    return ProcessIdentity.from_json(owner).on_this_host()
+def peer_of(handle: bytes) -> str:
+    """A name for the process behind a handle; no two processes have the same. Raises `WrongHandle`."""
+    owner = _owner(handle)
+    mark = hashlib.sha256(json.dumps(owner.to_json(), sort_keys=True).encode()).hexdigest()[:8]
+    return f"pid {owner.pid} ({mark})"
+
+
+def _owner(handle: bytes) -> ProcessIdentity:
+    return ProcessIdentity.from_json(handles.unseal(handle, handles.backend_of(handle), owner=dict)["owner"])

@@ -49,10 +49,12 @@ def measure(backend: TransferBackend, length: int = TEST_BYTES) -> float:
     return length / min(seconds)
 
 
-def timed_read(backend: TransferBackend, remote: RemoteRegion, destination: LocalRegion, length: int) -> float:
-    """Seconds of one read of the first `length` bytes."""
+def timed_read(
+    backend: TransferBackend, remote: RemoteRegion, destination: LocalRegion, length: int, limit: float = _SECONDS
+) -> float:
+    """Seconds of one read of the first `length` bytes; `limit` is its deadline."""
     start = time.perf_counter()
-    backend.read(remote, 0, destination, 0, length, _SECONDS)
+    backend.read(remote, 0, destination, 0, length, limit)
     return time.perf_counter() - start
 
 

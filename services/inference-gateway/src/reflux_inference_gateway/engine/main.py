@@ -2,13 +2,14 @@
 
 import gc
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 
 import torch
 
 from reflux.inference_gateway.v1.engine_service_pb2_grpc import add_EngineServiceServicer_to_server
+from reflux.weight_broker.v1.weight_broker_service_pb2 import TransferPath
 from reflux_inference_gateway.engine import metrics
 from reflux_inference_gateway.engine.core import EngineCore, Event
 from reflux_inference_gateway.engine.holding import Holding, holding, holding_adapters, layout_of
@@ -21,8 +22,9 @@ from reflux_inference_gateway.engine.served import CoreOptions
 from reflux_inference_gateway.engine.servicer import SERVICE_NAME, EngineServicer
 from reflux_inference_gateway.engine.settings import EngineSettings
 from reflux_inference_gateway.engine.types import ModelLimits
-from reflux_inference_gateway.engine.weights import Followed, Follower, following, probe_transfer
+from reflux_inference_gateway.engine.weights import Followed, Follower, following
 from reflux_kit.server import Bound, Mount, Service, serve
+from reflux_transfer.client.reporting import self_tested
 
 _GIL_SWITCH_SECONDS = 0.0005
 
@@ -31,8 +33,9 @@ _GIL_SWITCH_SECONDS = 0.0005
 async def build(settings: EngineSettings) -> AsyncIterator[Service]:
     """Owns the model, the engine's thread, and the links to gateway and broker."""
     torch.set_num_threads(settings.threads)
+    tested: Sequence[TransferPath] = ()
     if settings.weights == "broker":
-        await probe_transfer()
+        tested = await self_tested(settings.transport)
     model = load_model(settings)
     options = core_options(settings, model.config)
     model_id = settings.model_id or settings.run or model.folder.resolve().name
@@ -42,7 +45,7 @@ async def build(settings: EngineSettings) -> AsyncIterator[Service]:
             held = stack.enter_context(holding(settings, model.config, layout_of(model.weights.params), options))
             model = replace(model, weights=held.adopt(model.weights.params))
             adapters = stack.enter_context(holding_adapters(settings, held.layout))
-        yield await stack.enter_async_context(_running(settings, model, options, model_id, held, adapters))
+        yield await stack.enter_async_context(_running(settings, model, options, model_id, held, adapters, tested))
 
 
 @asynccontextmanager
@@ -53,6 +56,7 @@ async def _running(
     model_id: str,
     held: Holding | None,
     adapters: dict[str, Holding],
+    tested: Sequence[TransferPath],
 ) -> AsyncIterator[Service]:
     def new_core(deliver: Callable[[str, Event], None]) -> EngineCore:
         return EngineCore(
@@ -71,7 +75,7 @@ async def _running(
     limits = ModelLimits(vocab_size=model.config.vocab_size, max_model_len=options.max_model_len)
     describe = Description(settings, model_id, options, engine)
     link = GatewayLink(settings, describe)
-    followed = Followed(Follower(engine, held, describe, link.announce), adapters) if held else None
+    followed = Followed(Follower(engine, held, describe, link.announce), adapters, tested) if held else None
     metrics.observe(engine)
     door = EngineDoor(engine, model.tokenizer, limits, model_id, settings.stack_secret, settings.max_body_bytes)
     mount = Mount(EngineServicer(engine, limits, describe), add_EngineServiceServicer_to_server, SERVICE_NAME)

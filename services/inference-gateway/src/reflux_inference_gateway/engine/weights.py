@@ -10,6 +10,7 @@ from typing import Any
 
 from grpc.aio import Channel
 
+from reflux.weight_broker.v1.weight_broker_service_pb2 import TransferPath
 from reflux_inference_gateway.engine.holding import Holding
 from reflux_inference_gateway.engine.loop import EngineLoop
 from reflux_inference_gateway.engine.replica import Description
@@ -19,24 +20,13 @@ from reflux_transfer.client.in_place import InPlaceReceiver
 from reflux_transfer.client.layouts import single_rank
 from reflux_transfer.client.offer import Update
 from reflux_transfer.client.receiver import Apply
+from reflux_transfer.client.reporting import reporting
 from reflux_transfer.client.subscriber import BrokerSubscriber
 from reflux_transfer.client.swap import SwapReceiver
-from reflux_transfer.client.wire import ADAPTERS, RETRY, run_of
-from reflux_transfer.errors import BackendUnavailable
-from reflux_transfer.handles import Scope
-from reflux_transfer.probe import probe
+from reflux_transfer.client.wire import ADAPTERS, RETRY, scope_of
+from reflux_transfer.probe.paths import PathBook
 
 log = logging.getLogger(__name__)
-
-
-async def probe_transfer() -> None:
-    """Logs which transports this host has and would choose. Without any the replica starts all the same: the publisher
-    chooses, and a pull that cannot work fails the sync with its reason.
-    """
-    try:
-        await asyncio.to_thread(probe)
-    except BackendUnavailable as error:
-        log.error("%s", error)
 
 
 class Follower:
@@ -73,10 +63,11 @@ class Follower:
 
 @dataclass(frozen=True)
 class Followed:
-    """What a replica follows: the model, and adapters by name."""
+    """What a replica follows: the model, and adapters by name; and what its self-test says of the transports."""
 
     model: Follower
     adapters: Mapping[str, Holding] = field(default_factory=dict)
+    tested: Sequence[TransferPath] = ()
 
 
 @asynccontextmanager
@@ -92,9 +83,12 @@ async def following(
 
     `fatal` is called when the broker refuses the replica (another layout): it would serve old weights for ever.
     """
-    model = followed.model
-    async with open_channel(settings.broker_address, settings, retry=RETRY, subject="engine") as channel:
-        subscribe = partial(_subscriber, channel, replica)
+    model, paths = followed.model, PathBook()
+    async with (
+        open_channel(settings.broker_address, settings, retry=RETRY, subject="engine") as channel,
+        reporting(channel, replica, followed.tested, paths),
+    ):
+        subscribe = partial(_subscriber, channel, replica, settings.stack_secret, paths)
         subscribers = [
             subscribe(model_id, model.holding, model.apply, probe=model.score, judged=model.judged),
             *(
@@ -119,10 +113,17 @@ async def following(
 
 
 def _subscriber(
-    channel: Channel, replica: str, model_id: str, holding: Holding, apply: Apply, **hooks: Any
+    channel: Channel,
+    replica: str,
+    secret: str,
+    paths: PathBook,
+    model_id: str,
+    holding: Holding,
+    apply: Apply,
+    **hooks: Any,
 ) -> BrokerSubscriber:
     kind = SwapReceiver if holding.mode.mode == "swap" else InPlaceReceiver
-    receiver = kind(holding.arenas, scope=Scope(run_of(model_id)))
+    receiver = kind(holding.arenas, scope=scope_of(model_id, secret), paths=paths)
     layout = single_rank(holding.layout)
     return BrokerSubscriber(
         channel, replica=replica, model_id=model_id, layout=layout, receiver=receiver, apply=apply, **hooks

@@ -16,20 +16,22 @@ from reflux_inference_gateway.foreign.sglang import SglangDisk
 from reflux_inference_gateway.foreign.vllm import VllmSink
 from reflux_kit.errors import StartupError
 from reflux_kit.server import Bound, Service, serve
+from reflux_transfer.client.wire import scope_of
+from reflux_transfer.probe.paths import PathBook
 from reflux_weightplan.spec import SpecLayout
 
 
-def new_sink(settings: AdapterSettings, model: Path, http: EngineHttp) -> WeightSink:
-    """The way to the engine that the settings name."""
+def new_sink(settings: AdapterSettings, model: Path, http: EngineHttp, paths: PathBook) -> WeightSink:
+    """The way to the engine that the settings name; vLLM's workers test paths of their own."""
     if settings.engine == "vllm":
         return VllmSink(http)
     if settings.engine == "sglang":
-        return SglangDisk(http, model, settings.scratch)
+        return SglangDisk(http, model, settings.scratch, paths)
     # Only this way needs torch: an adapter of the others runs without it.
     from reflux_inference_gateway.foreign.sglang_distributed import SglangDistributed
 
     host = settings.advertise_host or urlsplit(settings.engine_url).hostname or "127.0.0.1"
-    return SglangDistributed(http, host, settings.engine_ranks)
+    return SglangDistributed(http, host, settings.engine_ranks, paths)
 
 
 @asynccontextmanager
@@ -42,13 +44,14 @@ async def build(settings: AdapterSettings) -> AsyncIterator[Service]:
     fatal = Fatal()
     async with AsyncExitStack() as stack:
         http = await stack.enter_async_context(engine_http(settings.engine_url, settings.api_key))
-        sink = new_sink(settings, settings.model, http)
+        paths = PathBook()
+        sink = new_sink(settings, settings.model, http, paths)
         await http.until_up(sink.up_route, settings.start_seconds)
         stack.push_async_callback(sink.close)
         await sink.open(layout)
 
         def attend(_bound: Bound) -> AbstractAsyncContextManager[None]:
-            return _attended(settings, model_id, layout, sink, fatal)
+            return _attended(settings, model_id, layout, sink, paths, fatal)
 
         yield Service((), attend=attend)
     if fatal.reason:
@@ -57,14 +60,14 @@ async def build(settings: AdapterSettings) -> AsyncIterator[Service]:
 
 @asynccontextmanager
 async def _attended(
-    settings: AdapterSettings, model_id: str, layout: SpecLayout, sink: WeightSink, fatal: Fatal
+    settings: AdapterSettings, model_id: str, layout: SpecLayout, sink: WeightSink, paths: PathBook, fatal: Fatal
 ) -> AsyncIterator[None]:
-    follower = Follower(sink)
+    follower = Follower(sink, scope_of(model_id, settings.stack_secret))
     describe = Description(settings, model_id, follower)
     link = GatewayLink(settings, describe)
     follower.announce = link.announce
     async with (
-        following(settings, model_id, describe.name, layout, follower, settings.watch_seconds, fatal),
+        following(settings, model_id, describe.name, layout, follower, paths, settings.watch_seconds, fatal),
         link.running(),
     ):
         yield

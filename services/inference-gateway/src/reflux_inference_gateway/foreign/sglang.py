@@ -17,6 +17,7 @@ from reflux_inference_gateway.foreign.http_client import LOAD_SECONDS, EngineHtt
 from reflux_inference_gateway.foreign.weight_file import WeightFile
 from reflux_transfer.client.offer import Offer
 from reflux_transfer.intake import Intake
+from reflux_transfer.probe.paths import PathBook
 from reflux_transfer.pulling.report import PullReport
 from reflux_weightplan.spec import SpecLayout
 
@@ -28,8 +29,8 @@ class SglangSink(WeightSink):
 
     up_route = "/model_info"  # /health generates a token, which a paused engine never does
 
-    def __init__(self, http: EngineHttp) -> None:
-        self._http = http
+    def __init__(self, http: EngineHttp, paths: PathBook | None = None) -> None:
+        self._http, self._paths = http, paths
         self._intake: Intake | None = None
 
     async def open(self, layout: SpecLayout) -> None:
@@ -37,7 +38,7 @@ class SglangSink(WeightSink):
             await self._http.get("/model_info")
         except EngineFailed as error:
             raise EngineUnfit(f"this is no SGLang server: {error}") from error
-        self._intake = Intake(layout)
+        self._intake = Intake(layout, self._paths)
         await self._open(self._intake)
 
     async def receive(self, offer: Offer, cancelled: Callable[[], bool]) -> PullReport:
@@ -86,8 +87,8 @@ class SglangSink(WeightSink):
 class SglangDisk(SglangSink):
     """`/update_weights_from_disk`, where the disk is a tmpfs: a copy in memory, made before the pause."""
 
-    def __init__(self, http: EngineHttp, model: Path, scratch: Path) -> None:
-        super().__init__(http)
+    def __init__(self, http: EngineHttp, model: Path, scratch: Path, paths: PathBook | None = None) -> None:
+        super().__init__(http, paths)
         self._model, self._scratch = model, scratch
         self._file: WeightFile | None = None
 

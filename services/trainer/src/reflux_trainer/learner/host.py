@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -65,8 +65,9 @@ class Saved:
 class LearnerHost:
     """Owns the torch thread and at most one model."""
 
-    def __init__(self, broker: Channel, threads: int = 1) -> None:
-        self._broker = broker
+    def __init__(self, broker: Channel, threads: int = 1, secret: str = "") -> None:
+        """The stack's `secret` signs what is published."""
+        self._broker, self._secret = broker, secret
         self._torch = ThreadPoolExecutor(1, "torch", initializer=torch.set_num_threads, initargs=(threads,))
         self._order = asyncio.Lock()
         self._publishing = asyncio.Lock()
@@ -137,6 +138,7 @@ class LearnerHost:
             return await self._install(model_id, restored.learner, restored.journal, outlet, restored.epoch)
 
     async def _install(self, model_id: str, learner: Learner, journal: Journal, outlet: Outlet, epoch: int) -> Session:
+        outlet = replace(outlet, secret=self._secret)
         publisher = await asyncio.to_thread(WeightPublisher, self._broker, model_id, learner.params, outlet)
         if journal.last:
             publisher.restored(epoch)

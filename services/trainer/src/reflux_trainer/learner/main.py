@@ -1,7 +1,5 @@
 """Entry point of `reflux-learner`: one model behind LearnerService, announced to the trainer."""
 
-import asyncio
-import logging
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
@@ -14,11 +12,8 @@ from reflux_trainer.learner.host import LearnerHost
 from reflux_trainer.learner.registration import announced
 from reflux_trainer.learner.servicer import SERVICE_NAME, LearnerServicer
 from reflux_trainer.learner.settings import LearnerSettings
+from reflux_transfer.client.reporting import reporting, self_tested
 from reflux_transfer.client.wire import RETRY
-from reflux_transfer.errors import BackendUnavailable
-from reflux_transfer.probe import probe
-
-log = logging.getLogger(__name__)
 
 
 @asynccontextmanager
@@ -26,9 +21,12 @@ async def build(settings: LearnerSettings) -> AsyncIterator[Service]:
     """Owns the torch thread, the channel to the broker and the entry at the trainer."""
     if not settings.run:
         raise StartupError("REFLUX_RUN must name the run that the learner serves")
-    await _probe_transfer()
-    async with open_channel(settings.broker_address, settings, retry=RETRY, subject="learner") as broker:
-        host = LearnerHost(broker, settings.threads)
+    tested = await self_tested(settings.transport)
+    async with (
+        open_channel(settings.broker_address, settings, retry=RETRY, subject="learner") as broker,
+        reporting(broker, f"learners/{settings.run}", tested),
+    ):
+        host = LearnerHost(broker, settings.threads, settings.stack_secret)
         servicer = LearnerServicer(host, S3Options(endpoint=settings.s3_endpoint or None))
 
         def attend(bound: Bound) -> AbstractAsyncContextManager[object]:
@@ -39,14 +37,6 @@ async def build(settings: LearnerSettings) -> AsyncIterator[Service]:
             yield Service(mounts=(mount,), attend=attend)
         finally:
             await host.close()
-
-
-async def _probe_transfer() -> None:
-    """Logs which transports this host has; without any the learner starts all the same and its first publish fails."""
-    try:
-        await asyncio.to_thread(probe)
-    except BackendUnavailable as error:
-        log.error("%s", error)
 
 
 def main() -> None:

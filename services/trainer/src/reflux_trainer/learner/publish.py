@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from grpc.aio import AioRpcError, Channel
@@ -21,10 +21,12 @@ WEIGHT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class Outlet:
-    """How weights leave the learner: over which transport, in which type (rounded to nearest even)."""
+    """How weights leave the learner: over which transport, in which type (rounded to nearest even), signed by what."""
 
     transport: str
     dtype: torch.dtype = torch.float32
+    secret: str = field(default="", repr=False)
+    """The stack's; empty signs nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +52,7 @@ class WeightPublisher:
         self._cast = caster(outlet.dtype)
         self._backend = open_backend(outlet.transport)
         self._arenas = PublisherArenas(self._backend, Layout.from_shapes(shapes))
-        self._broker = BrokerPublisher(channel, model_id, self._arenas)
+        self._broker = BrokerPublisher(channel, model_id, self._arenas, secret=outlet.secret)
         self.num_bytes = self._arenas.layout.parameter_bytes
         self.epoch = 0
         """Epoch of the last committed version."""

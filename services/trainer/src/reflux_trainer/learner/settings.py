@@ -6,6 +6,7 @@ from pydantic import Field
 
 from reflux_kit.settings import ServiceSettings, prefix
 from reflux_runs.preflight import MAX_BATCH_MIB
+from reflux_transfer.settings import WantedBackend
 
 
 class LearnerSettings(ServiceSettings):
@@ -20,6 +21,9 @@ class LearnerSettings(ServiceSettings):
 
     run: Annotated[str, Field(validation_alias="REFLUX_RUN")] = ""
     """Needed. Run that the learner serves."""
+
+    transport: Annotated[WantedBackend, Field(validation_alias="REFLUX_TRANSPORT")] = "auto"
+    """What the start-up probe has to find working; models name their transport themselves."""
 
     threads: int = Field(default=1, ge=1)
     """OpenMP threads of the torch thread; more than one is slower on a contended machine."""
