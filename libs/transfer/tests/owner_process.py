@@ -62,8 +62,14 @@ class Owner:
         self.handle = self.pipe.recv()
 
     def withdraw(self) -> None:
+        """Withdraws the region and gives its memory free."""
         self.pipe.send("withdraw")
         assert self.pipe.recv() == "withdrawn"
+
+    def close_backend(self) -> None:
+        """Closes the backend and lives on."""
+        self.pipe.send("close")
+        assert self.pipe.recv() == "closed"
 
     def reuse(self) -> bytes:
         """Withdraws, gives the memory free and takes it for something else. Handle of a second region, of `pattern`."""
@@ -105,10 +111,13 @@ def _offer(pipe: Connection, backend_name: str, settings: TransferSettings, leng
     others = []
     while command := pipe.recv():
         backend.unregister(region)
+        region = None
         if command == "withdraw":
             pipe.send("withdrawn")
+        elif command == "close":
+            backend.close()
+            pipe.send("closed")
         else:
-            del region
             others += [np.full(length, 0xEE, np.uint8) for _ in range(4)]
             region = backend.allocate(length)
             fill(region.view)

@@ -65,6 +65,16 @@ def test_a_withdrawn_region_is_gone(backend: TransferBackend, owner: Owner) -> N
         backend.read(backend.open(owner.handle), 0, local, 0, 1000, 30.0)
 
 
+def test_a_region_of_a_closed_backend_is_gone(backend: TransferBackend, owner: Owner) -> None:
+    remote, local = backend.open(owner.handle), backend.allocate(1000)
+    backend.read(remote, 0, local, 0, 1000, 30.0)
+    owner.close_backend()
+    with pytest.raises(PeerGone):
+        backend.read(remote, 0, local, 0, 1000, 30.0)
+    with pytest.raises(PeerGone):
+        backend.read(backend.open(owner.handle), 0, local, 0, 1000, 30.0)
+
+
 def test_memory_that_is_used_for_something_else_is_never_read(backend: TransferBackend, owner: Owner) -> None:
     remote, local = backend.open(owner.handle), backend.allocate(SIZE)
     second = owner.reuse()

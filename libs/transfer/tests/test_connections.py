@@ -1,5 +1,7 @@
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
@@ -45,6 +47,37 @@ def test_an_unusable_connection_is_closed_and_makes_room() -> None:
     pool.close()
 
 
+def test_the_hold_ends_after_the_connection_that_may_still_write() -> None:
+    opened: list[Fake] = []
+    pool, ends = ConnectionPool(lambda _end: Fake(opened), 1), []
+
+    @contextmanager
+    def hold() -> Iterator[None]:
+        yield
+        ends.append(opened[0].closed)
+
+    with pool.borrowed(soon(), hold()) as first:
+        first.usable = False
+    assert ends == [True]
+    pool.close()
+
+
+def test_a_hold_that_is_refused_gives_the_connection_back() -> None:
+    opened: list[Fake] = []
+    pool = ConnectionPool(lambda _end: Fake(opened), 1)
+
+    @contextmanager
+    def refuse() -> Iterator[None]:
+        raise RegionClosed("unregistered")
+        yield
+
+    for _ in range(2):
+        with pytest.raises(RegionClosed, match="unregistered"), pool.borrowed(soon(), refuse()):
+            pass
+    pool.close()
+    assert [each.closed for each in opened] == [True]
+
+
 def test_a_connection_that_fails_makes_room() -> None:
     def refuse(_end: float) -> Fake:
         raise PeerGone("nobody there")
@@ -85,11 +118,16 @@ def test_closing_waits_for_reads_and_refuses_new_ones() -> None:
 def test_two_threads_may_close() -> None:
     opened: list[Fake] = []
     pool = ConnectionPool(lambda _end: Fake(opened), 2)
+    second = threading.Thread(target=pool.close, daemon=True)
+
+    def close_slowly() -> None:
+        second.start()
+        second.join(0.2)  # time to come into the middle of the first one
+
     with pool.borrowed(soon()), pool.borrowed(soon()):
-        closers = [threading.Thread(target=pool.close, daemon=True) for _ in range(2)]
-        for closer in closers:
-            closer.start()
-    for closer in closers:
-        closer.join(30)
-        assert not closer.is_alive()
-    assert [each.closed for each in opened] == [True, True]
+        pass
+    opened[0].close = close_slowly  # the first one to go
+    pool.close()
+    second.join(10)
+    assert not second.is_alive()
+    assert opened[1].closed

@@ -3,7 +3,7 @@
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Generic, Protocol, TypeVar
 
 from reflux_transfer.errors import ReadDeadlineExceeded, RegionClosed
@@ -22,6 +22,7 @@ class Connection(Protocol):
 
 
 _C = TypeVar("_C", bound=Connection)
+_NOTHING = nullcontext()
 
 
 class ConnectionPool(Generic[_C]):
@@ -36,24 +37,27 @@ class ConnectionPool(Generic[_C]):
         self._changed = threading.Condition()
 
     @contextmanager
-    def borrowed(self, end: float) -> Iterator[_C]:
-        """A connection for one read; `end` is a monotonic time.
+    def borrowed(self, end: float, hold: AbstractContextManager[object] = _NOTHING) -> Iterator[_C]:
+        """A connection for one read; `end` is a monotonic time. `close` waits for the read from here on.
 
-        Raises `ReadDeadlineExceeded`, `RegionClosed`, and what connecting raises.
+        `hold` is entered for the read and left when its connection does not write any more. Raises
+        `ReadDeadlineExceeded`, `RegionClosed`, and what connecting or `hold` raises.
         """
         connection = self._borrow(end)
         try:
-            yield connection
+            with hold:
+                try:
+                    yield connection
+                finally:
+                    if not connection.usable:
+                        connection.close()
         finally:
-            keep = connection.usable and not self._closed
-            if keep:
-                with self._changed:
+            with self._changed:
+                if connection.usable:
                     self._free.append(connection)
-                    self._changed.notify_all()
-            else:
-                with ExitStack() as undo:
-                    undo.callback(self._forget_one)
-                    connection.close()
+                else:
+                    self._opened -= 1
+                self._changed.notify_all()
 
     def _borrow(self, end: float) -> _C:
         with self._changed:

@@ -183,7 +183,7 @@ class TcpBackend(TransferBackend):
             check_range("remote", remote.length, run.remote_offset, run.length)
             check_range("local", local.length, run.local_offset, run.length)
         path: _Remote = remote.resource
-        with path.pool.borrowed(end) as connection, local.reading(0, 0):
+        with path.pool.borrowed(end, local.reading(0, 0)) as connection:
             if path.watch:
                 path.watch.check()
             for batch in _batches([run for run in runs if run.length]):

@@ -179,14 +179,14 @@ class UcxBackend(TransferBackend):
             check_range("local", local.length, run.local_offset, run.length)
         path: _Remote = remote.resource
         pieces = list(_pieces(runs))
-        with path.pool.borrowed(end) as connection, local.reading(0, 0) as address:
+        with path.pool.borrowed(end, local.reading(0, 0)) as connection:
             if path.watch:
                 path.watch.check()
             for done, (source, destination, count) in enumerate(pieces, 1):
                 if time.monotonic() > end:
                     raise ReadDeadlineExceeded(f"{done - 1} of {len(pieces)} pieces read in {deadline_seconds} s")
                 word = path.word if done == len(pieces) else None
-                place = path.address + source, address + destination, count
+                place = path.address + source, local.address + destination, count
                 connection.get(path.key, *place, local.resource.memh, end, word)
 
     def _connect(self, worker: bytes, watch: PeerWatch | None) -> Connection:

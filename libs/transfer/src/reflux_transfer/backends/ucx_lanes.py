@@ -17,6 +17,7 @@ _SPINS = 200
 _NAP_SECONDS = 50e-6
 _POLL_MS = 500
 _CLOSE_SECONDS = 1.0
+_LAST_STEPS = 100
 
 
 class Target:
@@ -171,6 +172,10 @@ class Connection:
                 while calls.ucp_request_check_status(request) == ucp.IN_PROGRESS and time.monotonic() < end:
                     calls.ucp_worker_progress(self._worker)
                 calls.ucp_request_free(request)
+        # An owner that closed its backend and lives on fails the endpoint's own tcp connection. UCX (1.21, 1.22) puts
+        # that away while it progresses, and aborts the process when the worker ends before that is done.
+        for _ in range(_LAST_STEPS):
+            calls.ucp_worker_progress(self._worker)
         # After the endpoint, whose outstanding requests may still use them; before the worker, whose pool holds them.
         for key in self._keys.values():
             calls.ucp_rkey_destroy(key)
