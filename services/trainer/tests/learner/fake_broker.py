@@ -44,6 +44,7 @@ class FakeBroker(WeightBrokerServiceServicer):
         self.refuse = ""
         self.begun: list[pb.BeginVersionRequest] = []
         self.probes: list[pb.ReportProbeRequest] = []
+        self.paths: asyncio.Queue[pb.ReportPathsRequest] = asyncio.Queue()
         self.weights: dict[str, torch.Tensor] = {}
         self._layouts: dict[str, SpecLayout] = {}
         self._pulls: dict[int, asyncio.Task[int]] = {}
@@ -94,6 +95,10 @@ class FakeBroker(WeightBrokerServiceServicer):
     async def ReportProbe(self, request: pb.ReportProbeRequest, context: Any) -> pb.ReportProbeResponse:
         self.probes.append(request)
         return pb.ReportProbeResponse()
+
+    async def ReportPaths(self, request: pb.ReportPathsRequest, context: Any) -> pb.ReportPathsResponse:
+        self.paths.put_nowait(request)
+        return pb.ReportPathsResponse()
 
     async def _pulled(self, request: pb.BeginVersionRequest, epoch: int, spec: SpecLayout) -> int:
         layout, shapes = layout_of_rank(spec, 0), {tensor.name: tensor.shape for tensor in spec.tensors}

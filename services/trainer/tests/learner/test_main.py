@@ -19,6 +19,8 @@ from reflux_kit.settings import ServiceSettings
 from reflux_trainer.learner.main import build
 from reflux_trainer.learner.settings import LearnerSettings
 
+from .fake_broker import FakeBroker
+
 
 class FakeTrainer(TrainerServiceServicer):
     """Counts announcements."""
@@ -54,6 +56,20 @@ async def test_a_learner_says_at_its_start_which_transports_work(caplog: pytest.
     caplog.set_level("INFO")
     async with build(LearnerSettings(run="run-1")):
         assert "transfer backend" in caplog.text
+
+
+async def test_a_learner_tells_the_broker_what_its_self_test_found() -> None:
+    broker = FakeBroker()
+    async with (
+        running(Service((broker.mount(),)), ServiceSettings(drain_seconds=0)) as bound,
+        build(LearnerSettings(run="run-1", broker_address=bound.grpc, transport="tcp")),
+        asyncio.timeout(10),
+    ):
+        report = await broker.paths.get()
+    assert report.process == "learners/run-1"
+    (chosen,) = (path for path in report.paths if path.chosen)
+    assert (chosen.transport, chosen.peer) == ("tcp", "")
+    assert chosen.bytes_per_second > 0
 
 
 async def test_a_batch_of_many_megabytes_is_taken() -> None:

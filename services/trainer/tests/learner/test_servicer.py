@@ -22,7 +22,11 @@ from reflux_kit.settings import ServiceSettings
 from reflux_model.training import logprobs
 from reflux_trainer.learner.core import Learner
 from reflux_trainer.learner.host import LearnerHost
+from reflux_trainer.learner.publish import Outlet
 from reflux_trainer.learner.servicer import SERVICE_NAME, LearnerServicer
+from reflux_transfer.client.wire import scope_of
+from reflux_transfer.errors import WrongHandle
+from reflux_transfer.handles import unseal
 
 from .fake_broker import FakeBroker
 from .tiny import tiny_folder, tiny_groups
@@ -56,11 +60,11 @@ class World:
 
 
 @asynccontextmanager
-async def world(tmp_path: Path) -> AsyncIterator[World]:
+async def world(tmp_path: Path, secret: str = "") -> AsyncIterator[World]:
     settings = ServiceSettings(drain_seconds=0)
     broker = FakeBroker()
     async with running(Service((broker.mount(),)), settings) as bound, open_channel(bound.grpc) as channel:
-        host = LearnerHost(channel)
+        host = LearnerHost(channel, secret=secret)
         mount = Mount(LearnerServicer(host), add_LearnerServiceServicer_to_server, SERVICE_NAME)
         async with running(Service((mount,)), settings) as served, open_channel(served.grpc) as door:
             folder = tiny_folder(tmp_path / "model")
@@ -250,6 +254,27 @@ async def test_an_aborted_version_is_an_error_with_the_brokers_text(tmp_path: Pa
         assert "checksum differs" in (error.details() or "")
         w.broker.refuse = ""
         assert (await w.stub.PublishWeights(request)).epoch == 2
+
+
+async def test_what_is_published_is_signed_with_the_key_of_the_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("DEBUG")
+    secret, ours = "a secret of the stack", scope_of(MODEL, "a secret of the stack")
+    async with world(tmp_path, secret) as w:
+        await w.create()
+        for adapter, tensors in (("", []), ("style", ["model.norm.weight"])):
+            request = pb.PublishWeightsRequest(request_id=f"a{adapter}", model_id=MODEL)
+            request.adapter, request.adapter_tensors[:] = adapter, tensors
+            await w.stub.PublishWeights(request)
+            handle = w.broker.begun[-1].regions[0].handle
+            assert unseal(handle, "shm", scope=ours)["run"] == MODEL
+            with pytest.raises(WrongHandle, match="not signed with that run's key"):
+                unseal(handle, "shm", scope=scope_of(MODEL, "another secret"))
+    assert len(w.broker.begun) == 2
+    for hidden in (secret, ours.key.hex(), repr(ours.key)):
+        assert hidden not in caplog.text
+        assert hidden not in repr(Outlet("shm", secret=secret))
 
 
 async def test_a_saved_state_continues_where_it_was(tmp_path: Path) -> None:
