@@ -21,7 +21,7 @@ from reflux_transfer.settings import TransferSettings
 
 log = logging.getLogger(__name__)
 
-_ROUNDS = 3
+_ROUNDS, _MOST_ROUNDS = 3, 20
 _JUDGED_BYTES = 4 << 20
 _READ_SECONDS = 5.0
 """Less than 7 MB/s is no path: its read ends with `ReadDeadlineExceeded`."""
@@ -81,7 +81,8 @@ def measure_pair(
 ) -> PathStatus:
     """Reads up to 32 MiB from the start of the peer's region into memory of its own, three times, and takes the best.
 
-    Each of the reads may take `seconds`, 5 at most. The status is logged and exported whatever it says: the caller
+    Below the floor it goes on for up to 20 reads: the processor may be busy, the path is not. Each of the reads may
+    take `seconds`, 5 at most, and all beyond the third no longer than that together. The status is logged and exported whatever it says: the caller
     decides by `check`. Raises what `open` and `read` raise.
     """
     settings = settings or TransferSettings()
@@ -92,13 +93,16 @@ def measure_pair(
         count = min(length, remote.length)
         scratch = backend.allocate(count)
         try:
-            limit = min(seconds, _READ_SECONDS)
-            rate = count / min(timed_read(backend, remote, scratch, count, limit) for _ in range(_ROUNDS))
+            limit, floor = min(seconds, _READ_SECONDS), floor_of(kind, settings)
+            times = [timed_read(backend, remote, scratch, count, limit) for _ in range(_ROUNDS)]
+            while count / min(times) < floor and len(times) < _MOST_ROUNDS and sum(times[_ROUNDS:]) < limit:
+                times.append(timed_read(backend, remote, scratch, count, limit))
+            rate = count / min(times)
         finally:
             discard(backend, scratch)
     finally:
         backend.release(remote)
-    status = PathStatus(peer, backend.name, kind, same_host, count, rate, floor_of(kind, settings))
+    status = PathStatus(peer, backend.name, kind, same_host, count, rate, floor)
     PATH.labels(peer, backend.name).set(rate)
     PATH_OK.labels(peer, backend.name).set(status.ok)
     level = logging.INFO if status.ok else logging.ERROR
