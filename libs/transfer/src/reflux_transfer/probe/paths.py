@@ -82,7 +82,8 @@ def measure_pair(
     """Reads up to 32 MiB from the start of the peer's region into memory of its own, three times, and takes the best.
 
     Below the floor it goes on for up to 20 reads: the processor may be busy, the path is not. Each of the reads may
-    take `seconds`, 5 at most, and all beyond the third no longer than that together. The status is logged and exported whatever it says: the caller
+    take `seconds`, 5 at most, and all beyond the third no longer than that together. The status is logged and exported
+    whatever it says: the caller
     decides by `check`. Raises what `open` and `read` raise.
     """
     settings = settings or TransferSettings()
