@@ -1,4 +1,6 @@
+import contextlib
 import logging
+import os
 
 import pytest
 from owner_process import MIB, SIZE, Owner
@@ -8,6 +10,8 @@ from reflux_transfer.backends.base import TransferBackend
 from reflux_transfer.errors import PathTooSlow, PeerGone, WrongHandle
 from reflux_transfer.handles import Scope
 from reflux_transfer.probe import PathBook, measure_pair
+from reflux_transfer.probe.paths import peer_of
+from reflux_transfer.registry import open_backend
 from reflux_transfer.settings import TransferSettings
 
 UNREACHABLE = TransferSettings(floor_gb_per_second=1e6)
@@ -64,3 +68,20 @@ def test_a_path_is_not_tested_for_another_run(backend: TransferBackend, owner: O
         measure_pair(backend, owner.handle, peer="p", scope=Scope("run-9"))
     with pytest.raises(WrongHandle):
         measure_pair(backend, b"no handle", peer="p")
+
+
+def test_a_process_has_one_name_whatever_it_offers(backend: TransferBackend, owner: Owner) -> None:
+    ours = {peer_of(backend.describe(backend.allocate(MIB), Scope(run))) for run in ("a", "b")}
+    assert len(ours) == 1
+    assert peer_of(owner.handle) not in ours
+    assert f"pid {os.getpid()} " in ours.pop()
+
+
+def test_the_book_keeps_the_latest_peers_only() -> None:
+    book = PathBook(EASY)
+    with contextlib.closing(open_backend("shm")) as shm:
+        handle = shm.describe(shm.allocate(4096))
+        for number in range(260):
+            book.check(shm, handle, peer=f"kept-{number:03d}")
+    assert [book.statuses()[0].peer, len(book.statuses())] == ["kept-004", 256]
+    assert gauge("ok", "kept-003", "shm") is None

@@ -31,8 +31,9 @@ async def self_tested(transport: WantedBackend) -> tuple[pb.TransferPath, ...]:
 
     A process without any starts all the same: its first publish or pull fails with the reason.
     """
+    settings = TransferSettings() if transport == "auto" else TransferSettings(backend=transport)
     try:
-        choice = await asyncio.to_thread(probe, TransferSettings(backend=transport))
+        choice = await asyncio.to_thread(probe, settings)
     except BackendUnavailable as error:
         log.error("%s", error)
         return (pb.TransferPath(transport=transport, reason=str(error)),)
