@@ -16,6 +16,8 @@ from reflux.checkpoint.v1.checkpoint_service_pb2_grpc import CheckpointServiceSt
 from reflux.trainer.v1 import trainer_service_pb2 as trainer_pb
 from reflux.trainer.v1.run_pb2 import Run
 from reflux.trainer.v1.trainer_service_pb2_grpc import TrainerServiceStub
+from reflux.weight_broker.v1 import weight_broker_service_pb2 as broker_pb
+from reflux.weight_broker.v1.weight_broker_service_pb2_grpc import WeightBrokerServiceStub
 from reflux_client import connection, tracing
 from reflux_client.report.build import write_report
 from reflux_kit import auth
@@ -39,6 +41,19 @@ async def test_a_small_run_goes_from_prompt_to_report(harness, transport, max_la
     assert len(summary["versions"]) == 2
     text = write_report(Path(ended.folder)).read_text()
     assert text.count("<svg") >= 6
+    await _paths_are_listed(ended.name.removeprefix("runs/"), transport)
+
+
+async def _paths_are_listed(run: str, transport: str) -> None:
+    """The learner's self-test, the replicas' too, and the path from each of them to whom it read from."""
+    async with connection.channel("weight-broker") as channel:
+        answer = await WeightBrokerServiceStub(channel).ListPaths(broker_pb.ListPathsRequest())
+    listed = {report.process: report.paths for report in answer.processes if run in report.process}
+    assert len(listed) == 3, sorted(listed)
+    for process, paths in listed.items():
+        assert [path.transport for path in paths if path.chosen and not path.peer] == [transport]
+        peers = {path.transport for path in paths if path.peer}
+        assert peers == (set() if process == f"learners/{run}" else {transport})
 
 
 async def test_a_sample_can_be_traced_from_prompt_to_optimizer_step(harness):
