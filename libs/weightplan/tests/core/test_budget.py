@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 PLANNED = """
-import json, resource, sys
+import json, pathlib, re, sys
 sys.path.insert(0, sys.argv[1])
 from plan_worlds import deepseek_like
 from reflux_weightplan.plan import PlanOptions, plan
@@ -17,7 +17,7 @@ made = plan(source, target, PlanOptions(relay="direct"))
 print(json.dumps({
     "tensors": len(made.joined.class_T), "parameters": source.nbytes / 2,
     "efficiency": made.efficiency, "bound": made.lower_bound_seconds,
-    "rss_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+    "rss_mib": int(re.search(r"VmHWM:\\s+(\\d+)", pathlib.Path("/proc/self/status").read_text())[1]) / 1024,
     "pairs": int((made.traffic > 0).sum()), "received": expand(made, 300).nbytes,
 }))
 """
