@@ -62,8 +62,8 @@ def spec(count: int, **fields) -> JobSpec:
     [
         ("refused", {}, "the cluster refuses its room: QOSMaxNodePerJob"),
         ("ended", {}, "grant {id} ended: ended"),
-        ("waits", {"grant_seconds": 0.2}, "the cluster did not give its room within 0.2 s: waits"),
-        ("silent", {"start_seconds": 0.4}, "no agent came to {node} within 0.4 s"),
+        ("waits", {"grant_seconds": 1.0}, "the cluster did not give its room within 1 s: waits"),
+        ("silent", {"start_seconds": 1.0}, "no agent came to {node} within 1 s"),
     ],
 )
 async def test_a_job_that_cannot_grow_runs_on_as_it_is_and_does_not_ask_again_soon(scheduler, later, seconds, said):
@@ -95,7 +95,7 @@ async def test_a_job_that_cannot_grow_runs_on_as_it_is_and_does_not_ask_again_so
 
 @pytest.mark.parametrize("later", ["refused", "waits"])
 async def test_a_gang_whose_replacement_is_not_given_goes_back_into_the_queue(scheduler, later):
-    cluster, world = await scheduler(later, "n1", "n2", "n3", grant_seconds=0.2)
+    cluster, world = await scheduler(later, "n1", "n2", "n3", grant_seconds=1.0)
     job = await world.controller.create(spec(2), "one")
     await world.until(lambda: world.jobs[job.id].state == "RUNNING")
     (first,) = cluster.asked[-1:]
