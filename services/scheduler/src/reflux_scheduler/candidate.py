@@ -1,8 +1,7 @@
 """Owns one scheduler process: follows until it holds the leader's lease, then builds everything that a reign needs."""
 
-import gc
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
@@ -26,9 +25,6 @@ from reflux_scheduler.nodes import Nodes
 from reflux_scheduler.planner import Rules
 from reflux_scheduler.store import Store
 
-_GC_THRESHOLDS = (10_000, 20, 50)
-"""Full collections are rare: one takes 12 ms when gangs of a thousand members come and go."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
@@ -48,7 +44,15 @@ class Plan:
 class Candidate:
     """A scheduler that leads or waits to."""
 
-    def __init__(self, redis: Redis, plan: Plan, backend: Backend, settings: ServiceSettings) -> None:
+    def __init__(
+        self,
+        redis: Redis,
+        plan: Plan,
+        backend: Backend,
+        settings: ServiceSettings,
+        loaded: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`loaded` is called when a reign has taken over what was stored, before it answers."""
         self.plan = plan
         self._redis = redis
         self._backend = backend
@@ -56,6 +60,7 @@ class Candidate:
         self._metrics = Metrics(plan.topology.levels)
         self._leadership: Leadership | None = None
         self._controller: Controller | None = None
+        self._loaded = loaded
 
     @property
     def topology(self) -> Topology:
@@ -120,11 +125,7 @@ class Candidate:
                 plan.start_seconds,
             )
             await controller.load()
-            # What was taken over stays for long: a full collection that walks all of it would stop answers for 0.1 s.
-            gc.unfreeze()  # What an earlier reign of this process knew.
-            gc.collect()
-            gc.freeze()
-            gc.set_threshold(*_GC_THRESHOLDS)
+            self._loaded()
             self._controller = controller
             self._leadership.set_ready()
             self._metrics.leading(True)
