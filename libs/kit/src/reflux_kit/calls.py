@@ -15,6 +15,8 @@ log = logging.getLogger(__name__)
 
 _OPEN_SERVICES = ("/grpc.health.v1.Health/", "/grpc.reflection.")
 _UNDECODABLE = object()
+_NOT_OFFERED = grpc.StatusCode.UNIMPLEMENTED.value[0]
+"""What generated servicers set before they raise, for a method that nobody wrote."""
 
 
 class CallInterceptor(grpc.aio.ServerInterceptor):
@@ -114,6 +116,8 @@ class _Guard:
         if isinstance(error, grpc.aio.AbortError):
             raise error
         known = self._known(error)
+        if context.code() == _NOT_OFFERED:
+            known = _Unimplemented(f"{self._method} is not offered by this service")
         if known is None:
             log.error("%s failed", self._method, exc_info=error)
             await context.abort(
@@ -133,8 +137,6 @@ class _Guard:
             return Unavailable(f"Redis does not answer ({type(error).__name__})", dependency="redis")
         if isinstance(error, TimeoutError):
             return DeadlinePassed(str(error) or f"{self._method} ran out of time")
-        if isinstance(error, NotImplementedError):  # what generated servicers raise for a method that nobody wrote
-            return _Unimplemented(f"{self._method} is not offered by this service")
         return None
 
 
