@@ -15,8 +15,6 @@ log = logging.getLogger(__name__)
 
 _OPEN_SERVICES = ("/grpc.health.v1.Health/", "/grpc.reflection.")
 _UNDECODABLE = object()
-_NOT_OFFERED = grpc.StatusCode.UNIMPLEMENTED.value[0]
-"""What generated servicers set before they raise, for a method that nobody wrote."""
 
 
 class CallInterceptor(grpc.aio.ServerInterceptor):
@@ -116,7 +114,8 @@ class _Guard:
         if isinstance(error, grpc.aio.AbortError):
             raise error
         known = self._known(error)
-        if context.code() == _NOT_OFFERED:
+        if context.code() is grpc.StatusCode.UNIMPLEMENTED:
+            # Generated servicers set it before they raise, for a method that nobody wrote.
             known = _Unimplemented(f"{self._method} is not offered by this service")
         if known is None:
             log.error("%s failed", self._method, exc_info=error)
