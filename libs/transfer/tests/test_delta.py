@@ -14,8 +14,7 @@ from reflux_transfer.arenas.geometry import HEADER_BYTES
 from reflux_transfer.arenas.publisher import PublisherArenas
 from reflux_transfer.arenas.replica import ReplicaArenas
 from reflux_transfer.arenas.staging import Staging
-from reflux_transfer.delta.codec import FRAME_BYTES, Encoded, decode, encode
-from reflux_transfer.delta.policy import MAX_DENSITY, Observed, choose
+from reflux_transfer.delta.codec import FRAME_BYTES, MAX_DENSITY, Encoded, decode, encode
 from reflux_transfer.errors import (
     BaseMismatch,
     ChecksumMismatch,
@@ -374,25 +373,3 @@ def test_a_generation_overwritten_before_its_checksums_were_read_is_gone_not_dam
     with pytest.raises(GenerationGone, match="overwritten"):
         pair.pull(staging)
     assert taken
-
-
-def test_the_policy_sends_deltas_where_they_arrive_earlier() -> None:
-    slow, fast = Observed(link_bytes_per_second=0.1e9), Observed(link_bytes_per_second=8e9)
-    assert choose(269_000_000, slow, versions_since_anchor=0).delta
-    assert (
-        choose(269_000_000, slow, versions_since_anchor=0).sentence
-        == "delta 1.09 s (codec 1.01 s) against 2.69 s: delta"
-    )
-    assert not choose(269_000_000, fast, versions_since_anchor=0).delta
-    assert not choose(269_000_000, slow, versions_since_anchor=0, density=0.16).delta
-    assert choose(269_000_000, slow, versions_since_anchor=0, density=0.15).delta
-
-
-def test_every_tenth_version_is_an_anchor() -> None:
-    slow = Observed(link_bytes_per_second=0.1e9)
-    since, kinds = 0, []
-    for _ in range(30):
-        delta = choose(10**9, slow, versions_since_anchor=since).delta
-        since = since + 1 if delta else 0
-        kinds.append(delta)
-    assert [index for index, delta in enumerate(kinds) if not delta] == [9, 19, 29]
