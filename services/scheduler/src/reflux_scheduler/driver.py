@@ -63,7 +63,9 @@ class JobDriver:
         self._done = done
         self._nudged = asyncio.Event()
         self._complaint = ""
-        self._failures = 0
+        self._failure_seconds = 0.0
+        """Pause after the last failure; twice as long after the next one."""
+
         self.is_blocked = False
         """Whether somebody who has to leave still stands in its room, or in that of a member."""
 
@@ -103,11 +105,11 @@ class JobDriver:
             log.warning("jobs/%s: Redis does not answer (%s)", self._job_id, type(error).__name__)
         except Exception as error:  # task boundary: one bad answer must not leave a job without a driver
             log.exception("jobs/%s: a step of its driver failed", self._job_id)
-            pause_seconds = min(_LONGEST_PAUSE_SECONDS, _RETRY_SECONDS * 2**self._failures)
-            self._failures += 1
+            pause_seconds = min(_LONGEST_PAUSE_SECONDS, 2 * self._failure_seconds or _RETRY_SECONDS)
+            self._failure_seconds = pause_seconds
             await self._complain(f"{type(error).__name__}: {error}")
         else:
-            self._failures = 0
+            self._failure_seconds = 0.0
             return again
         await asyncio.sleep(pause_seconds)
         return True
@@ -147,7 +149,8 @@ class JobDriver:
             return False
         for part in job.parts:
             if not await self._parts.granted(job, part):
-                return await self._parts.not_given(self._book.get(job.id), part)
+                await self._parts.not_given(self._book.get(job.id), part)
+                return False
         job = self._book.get(job.id)
         if job.state != "PLACED" or job.ending is not None or not self._agents_there(job):
             return await self._expired(job, "PLACED")

@@ -64,15 +64,14 @@ class Parts:
             await self._say(f"waits for {name}" + (f": {status.reason}" if status.reason else ""))
         return status.state == "granted"
 
-    async def not_given(self, job: Job, part: Part) -> bool:
-        """Gives room up that the cluster does not give, with the reason; always False."""
+    async def not_given(self, job: Job, part: Part) -> None:
+        """Gives room up that the cluster does not give in time, with the reason."""
         grant_id, seconds = f"{job.id}-{part.number}", self._grant_seconds
         if self._grants.asked_seconds(grant_id) >= seconds:
             status = self._grants.status(grant_id)
             reason = status.reason if status is not None else ""
             cause = f"the cluster did not give its room within {seconds:g} s: {reason or 'no reason given'}"
             await self.give_up(job, part, cause)
-        return False
 
     async def lost_one(self, job: Job) -> bool:
         """Whether a part ended that has members in it; the job does without it then, or goes back to the queue."""
