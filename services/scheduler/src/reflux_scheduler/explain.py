@@ -21,11 +21,11 @@ class Explanation:
     preempted_by: str = ""
 
 
-def explain(controller: Controller, job: Job) -> Explanation:
+async def explain(controller: Controller, job: Job) -> Explanation:
     """An explanation as of the last cycle."""
     if job.state == "PENDING":
         return _waiting(controller, job)
-    misfit = controller.shapes.of_failed(job)
+    misfit = await controller.shapes.of_failed(job)
     cause = {"PLACED": "grant" if job.parts else "start", "STARTING": "start"}.get(job.state, "")
     domain = job.placement.domain if job.placement is not None and not job.final else ""
     return Explanation(

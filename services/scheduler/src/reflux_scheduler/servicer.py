@@ -89,7 +89,7 @@ class SchedulerServicer(ClusterPart, AgentsPart):
     async def ExplainJob(self, request: pb.ExplainJobRequest, context: Any) -> pb.ExplainJobResponse:
         """Why a job waits, failed, or went where it is."""
         controller = await self._candidate.leading()
-        found = explain(controller, _job(controller, request.name))
+        found = await explain(controller, _job(controller, request.name))
         return pb.ExplainJobResponse(
             sentence=found.sentence,
             shortages=[render_shortage(found.misfit)] if found.misfit is not None else [],

@@ -28,8 +28,8 @@ class Shapes:
             self._known[demand] = found
         return self._known[demand]
 
-    def of_failed(self, job: Job) -> Misfit | None:
+    async def of_failed(self, job: Job) -> Misfit | None:
         """What a job lacks that was failed because it fits nowhere."""
         if job.state != "FAILED" or job.attempt:
             return None
-        return fits_ever(self._topology, job.spec.demand())
+        return await self.misfit(job.spec.demand())
