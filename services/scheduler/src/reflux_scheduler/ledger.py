@@ -19,7 +19,19 @@ from reflux_scheduler.job import Job, Placement, RolePlaces, Seat
 
 log = logging.getLogger(__name__)
 
-STRANDED = "/stranded"
+_STRANDED = "/stranded"
+
+
+def bookings_of(job: str) -> tuple[str, str]:
+    """The names under which the room of a job is booked: what it has, and what the cluster does not take back yet."""
+    return job, job + _STRANDED
+
+
+def job_of(booking: str) -> str:
+    """The job whose room a booking is."""
+    return booking.removesuffix(_STRANDED)
+
+
 """Follows the name of a job in the name of the booking of its `Job.stranded`."""
 
 
@@ -55,7 +67,7 @@ class Ledger:
 
     def _keep_stranded(self, job: Job) -> None:
         """Books what the cluster does not take back yet, so that nobody is placed there."""
-        name = job.name + STRANDED
+        _, name = bookings_of(job.name)
         self.room.release(name)
         if job.stranded and not job.final:
             kept = Placement(NODE, "", _by_role(job.stranded))

@@ -10,7 +10,7 @@ from reflux_placement.room import Room
 from reflux_placement.topology import Resources
 from reflux_scheduler.controller import Controller
 from reflux_scheduler.errors import NotLeading
-from reflux_scheduler.ledger import STRANDED, usage
+from reflux_scheduler.ledger import job_of, usage
 from reflux_scheduler.parse import MAX_TEXT, parse_node
 from reflux_scheduler.render import render_resources
 from reflux_scheduler.servicer_agents import AgentsPart
@@ -85,9 +85,9 @@ class ClusterPart(AgentsPart):
 
 def _jobs_by_node(controller: Controller) -> dict[int, list[str]]:
     jobs: dict[int, list[str]] = {}
-    for job, holding in controller.ledger.room.holdings.items():
+    for booking, holding in controller.ledger.room.holdings.items():
+        name = job_of(booking)
         for node in set(holding.node_M.tolist()):
-            name = job.removesuffix(STRANDED)
             if name not in jobs.setdefault(node, []):
                 jobs[node].append(name)
     return jobs

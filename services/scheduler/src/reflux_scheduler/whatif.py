@@ -20,7 +20,7 @@ from reflux_placement.room import Holding, Room
 from reflux_placement.topology import Topology, build_topology
 from reflux_scheduler.controller import Controller
 from reflux_scheduler.errors import UnknownJob
-from reflux_scheduler.ledger import STRANDED
+from reflux_scheduler.ledger import bookings_of, job_of
 from reflux_scheduler.parse import parse_job_name, parse_node, parse_spec
 from reflux_scheduler.render import render_cost
 
@@ -109,17 +109,17 @@ def _view(controller: Controller, request: pb.SimulateRequest, topology: Topolog
 def _room_on(room: Room, topology: Topology, ended: frozenset[str], controller: Controller) -> Room:
     """The bookings on a topology that has more nodes."""
     if topology is room.topology:
-        room.release_all(name for job in ended for name in (job, job + STRANDED))
+        room.release_all(name for job in ended for name in bookings_of(job))
         return room
     old = room.topology
     at = np.array([topology.index_of(node.name) for node in old.nodes], dtype=np.int64)
     other = Room(topology)
     other.open_N[at] = room.open_N
-    for job, holding in room.holdings.items():
-        if job.removesuffix(STRANDED) not in ended:
+    for booking, holding in room.holdings.items():
+        if job_of(booking) not in ended:
             nodes = {role: at[ranks] for role, ranks in holding.assignment.nodes.items()}
             assignment = Assignment(topology.levels[-1], 0, nodes)
-            other.restore(job, Holding(holding.demand, assignment, at[holding.node_M], holding.gpus_M))
+            other.restore(booking, Holding(holding.demand, assignment, at[holding.node_M], holding.gpus_M))
     held_NR = np.zeros_like(room.free_NR)
     for holding in room.holdings.values():
         np.add.at(held_NR, holding.node_M, holding.need_MR)
