@@ -24,10 +24,9 @@ from reflux_placement.gang import Assignment
 from reflux_placement.place.misfit import Misfit
 from reflux_placement.place.search import find_place
 from reflux_placement.room import Room
+from reflux_scheduler.main import settle_memory
 
 SEGMENT, SEGMENTS, NODE_GPUS = 16, 72, 4
-GC_THRESHOLDS = (10_000, 20, 50)
-"""Those of the scheduler (`reflux_scheduler/candidate.py`), which also freezes what is there before it leads."""
 
 
 def fewest_blocks(room: Room) -> int:
@@ -80,9 +79,7 @@ def measure(down: float, snapshots: int) -> Measured:
     """Places the gang into every snapshot, once with the collector and once without, in turns which one is first."""
     result = Measured()
     load = churn.Churn(churn.cluster(), 0.85, down_share=down)
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(*GC_THRESHOLDS)
+    settle_memory()
     for number, snapshot in enumerate(load.snapshots(snapshots)):
         room = snapshot.room
         for collect in (True, False) if number % 2 else (False, True):
