@@ -22,6 +22,7 @@ SETUPS = {
     "ucxx/polling": Setup("ucxx_tag", PEERS_PYTHON, {"UCXPY_PROGRESS_MODE": "polling"}),
     "ucxx/blocking": Setup("ucxx_tag", PEERS_PYTHON, {"UCXPY_PROGRESS_MODE": "blocking"}),
     "socket": Setup("socket_read"),
+    "socket/4-MiB-buffers": Setup("socket_read", arguments=("4",)),
 }
 PEERS = ("nixl", "mooncake", "ucxx", "socket")
 

@@ -2,10 +2,12 @@
 
 import contextlib
 import os
+import select
 import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -17,6 +19,7 @@ MODEL_BYTES = 269_030_016
 """SmolLM2-135M in bfloat16."""
 
 _WAYS = Path(__file__).parent / "ways"
+_ANSWER_SECONDS = 120
 
 
 @dataclass(frozen=True)
@@ -34,12 +37,14 @@ class Way:
 
     def __init__(self, setup: Setup, length: int) -> None:
         self._module = setup.module
+        self._files = ExitStack()
+        self._errors = self._files.enter_context(tempfile.TemporaryFile("w+"))
         self._process = subprocess.Popen(
             [str(setup.python), str(_WAYS / f"{setup.module}.py"), str(length), *setup.arguments],
             env={**os.environ, **setup.environment},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stderr=self._errors,
             text=True,
             start_new_session=True,
         )
@@ -66,14 +71,17 @@ class Way:
         with contextlib.suppress(ProcessLookupError):
             self._signal(signal.SIGKILL)
         self._process.communicate()
+        self._files.close()
 
     def _answer(self) -> str:
         assert self._process.stdout
+        if not select.select([self._process.stdout], [], [], _ANSWER_SECONDS)[0]:
+            raise RuntimeError(f"{self._module}: no answer within {_ANSWER_SECONDS} s")
         line = self._process.stdout.readline()
         if not line:
             self._process.wait()
-            assert self._process.stderr
-            raise RuntimeError(f"{self._module}: {(self._process.stderr.read().strip() or 'ended').splitlines()[-1]}")
+            self._errors.seek(0)
+            raise RuntimeError(f"{self._module}: {(self._errors.read().strip() or 'ended').splitlines()[-1]}")
         return line.strip()
 
     def _signal(self, number: int) -> None:

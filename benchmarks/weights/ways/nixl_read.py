@@ -7,6 +7,7 @@ import os
 import sys
 from multiprocessing.connection import Connection
 
+import numpy as np
 import torch
 from worker import PATTERN, answer, keep, start
 
@@ -15,7 +16,7 @@ def owner(pipe: Connection, length: int) -> None:
     from nixl_cu12._api import nixl_agent, nixl_agent_config
 
     agent = nixl_agent("owner", nixl_agent_config(enable_prog_thread=True, backends=["UCX"]))
-    data = torch.full((length,), PATTERN, dtype=torch.uint8)
+    data = torch.from_numpy(np.full(length, PATTERN, np.uint8))  # numpy asks for huge pages, torch does not.
     agent.register_memory([data])
     pipe.send((agent.get_agent_metadata(), agent.get_serialized_descs(agent.get_xfer_descs([data]))))
     keep(pipe)
@@ -28,7 +29,7 @@ def main() -> None:
     from nixl_cu12._api import nixl_agent, nixl_agent_config
 
     agent = nixl_agent("reader", nixl_agent_config(backends=["UCX"]))
-    data = torch.ones(length, dtype=torch.uint8)
+    data = torch.from_numpy(np.ones(length, np.uint8))
     agent.register_memory([data])
     metadata, descriptors = ours.recv()
     peer = agent.add_remote_agent(metadata)

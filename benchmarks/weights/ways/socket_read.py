@@ -1,4 +1,7 @@
-"""Blocking sockets over loopback: sendall on one side, recv_into the final memory on the other."""
+"""Blocking sockets over loopback: sendall on one side, recv_into the final memory on the other.
+
+The second argument is the size of both socket buffers in MiB; 0 leaves them to the kernel, which tunes them then.
+"""
 
 import socket
 import sys
@@ -7,13 +10,14 @@ from multiprocessing.connection import Connection
 import numpy as np
 from worker import PATTERN, answer, start
 
-_BUFFER_BYTES = 4 << 20
+_BUFFERS = (int(sys.argv[2]) if len(sys.argv) > 2 else 0) << 20
 
 
 def owner(pipe: Connection, length: int) -> None:
     data = np.full(length, PATTERN, np.uint8)
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
+        if _BUFFERS:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFERS)
         pipe.send(listener.getsockname())
         connection, _ = listener.accept()
         while connection.recv(1):
@@ -26,7 +30,8 @@ def main() -> None:
     data = np.ones(length, np.uint8)
     view = memoryview(data)
     connection = socket.socket()
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER_BYTES)
+    if _BUFFERS:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFERS)
     connection.connect(ours.recv())
 
     def transfer() -> None:
