@@ -2,8 +2,8 @@
 
 The real learner's arithmetic (float32 weights and moments) on seeded tokens; after each step the weights are cast into
 an arena beside their difference to the version before. The first step of AdamW changes every weight by the whole
-learning rate, later ones by less: the figure is the median over all steps, each is printed. The last delta is applied
-and compared.
+learning rate, later ones by less: the figure is the median over all steps, each is printed. The last difference is
+encoded once more, applied and compared.
 """
 
 import argparse
@@ -13,7 +13,6 @@ import statistics
 import sys
 import time
 
-import numpy as np
 import torch
 from fleet import model_folder
 
@@ -61,8 +60,8 @@ def main() -> int:
 
     def write(base: int | None) -> tuple[int, float]:
         staging = arenas.begin()
-        weights = {name: each.detach().bfloat16().view(torch.uint8).numpy() for name, each in learner.params.items()}
-        staging.write({name: each.view(np.uint16) for name, each in weights.items()}, base=base)
+        weights = {name: each.detach().bfloat16().view(torch.uint16).numpy() for name, each in learner.params.items()}
+        staging.write(weights, base=base)
         if base is not None:
             assert staging.delta, "the difference is too dense for a delta"
         return staging.generation, staging.delta.length / layout.parameter_bytes if staging.delta else 1.0
