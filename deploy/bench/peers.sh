@@ -14,10 +14,6 @@ echo "peers: creating $venv and installing deploy/bench/requirements-peers.txt" 
 pip() { "$venv/bin/python" -m pip --disable-pip-version-check -q "$@" 2> >(grep -v '^WARNING: Location' >&2); }
 pip install -r deploy/bench/requirements-peers.txt
 # Without their dependencies: backends, handles and pulls need neither gRPC nor the protos.
-packages=()
-for folder in libs/transfer libs/weightplan libs/kit libs/protos; do
-  [ -d "$folder" ] && packages+=(-e "./$folder")
-done
-pip install --no-deps --no-build-isolation "${packages[@]}"
+pip install --no-deps --no-build-isolation -e ./libs/transfer -e ./libs/weightplan -e ./libs/kit -e ./libs/protos
 echo "$wanted" >"$stamp"
 echo "peers: done" >&2

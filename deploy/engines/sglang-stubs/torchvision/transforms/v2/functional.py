@@ -1,16 +1,3 @@
-"""Any name is a function that raises."""
+"""The second version of the interface: the same stand-ins."""
 
-from collections.abc import Callable
-from typing import NoReturn
-
-from .. import InterpolationMode  # noqa: F401, TID252 - the name must be torchvision
-
-
-def __getattr__(name: str) -> Callable[..., NoReturn]:
-    if name.startswith("__"):
-        raise AttributeError(name)
-
-    def call(*_args: object, **_kwargs: object) -> NoReturn:
-        raise RuntimeError(f"torchvision is a stand-in here: no {name}")
-
-    return call
+from ..functional import __getattr__  # noqa: F401, TID252 - the name must be torchvision
