@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import IO
 
 ROOT = Path(__file__).parents[2]
 PEERS_PYTHON = ROOT / ".venv-peers" / "bin" / "python"
@@ -35,10 +36,9 @@ class Setup:
 class Way:
     """A process of `ways/`; raises `RuntimeError` when it does not come up or ends."""
 
-    def __init__(self, setup: Setup, length: int) -> None:
+    def __init__(self, setup: Setup, length: int, errors: IO[str]) -> None:
         self._module = setup.module
-        self._files = ExitStack()
-        self._errors = self._files.enter_context(tempfile.TemporaryFile("w+"))
+        self._errors = errors
         self._process = subprocess.Popen(
             [str(setup.python), str(_WAYS / f"{setup.module}.py"), str(length), *setup.arguments],
             env={**os.environ, **setup.environment},
@@ -71,7 +71,6 @@ class Way:
         with contextlib.suppress(ProcessLookupError):
             self._signal(signal.SIGKILL)
         self._process.communicate()
-        self._files.close()
 
     def _answer(self) -> str:
         assert self._process.stdout
@@ -98,7 +97,7 @@ def ways(setups: Mapping[str, Setup], length: int) -> Iterator[dict[str, Way]]:
                 print(f"{name}: left out, {setup.python} does not exist (deploy/bench/peers.sh makes it)", flush=True)
                 continue
             try:
-                found[name] = way = Way(setup, length)
+                found[name] = way = Way(setup, length, stack.enter_context(tempfile.TemporaryFile("w+")))
             except RuntimeError as error:
                 print(f"{name}: left out, {error}", flush=True)
                 continue
