@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reflux_placement.gang import Assignment, GangDemand, RoleDemand
+from reflux_placement.place.misfit import Misfit
 from reflux_placement.place.rules.slurm import slurm_block
 from reflux_placement.policy.view import Decision, Preempt, Start
 from reflux_placement.room import Room
@@ -258,3 +259,15 @@ def test_what_the_screen_refuses_the_block_rule_refuses_too(seed, count, gpus, p
     assert check is not None
     if isinstance(slurm_block(room, gang), Assignment):
         assert check(count)
+
+
+def test_the_screen_refuses_what_no_aggregated_block_holds():
+    topology = racked("even", [ListedNode(f"n{at}", "m", GPU) for at in range(24)], nodes_per_rack=4, racks_per_block=2)
+    room = Room(topology)
+    room.free_NR[1::2] = 0
+    role = RoleDemand(role="worker", count=5, each=GPU)
+    check = block_screen(topology, slots(room.usable_NR(), role.each))
+    assert check is not None
+    assert check(2)
+    assert not check(5), "a block of two racks has four free nodes, though the cluster has twelve"
+    assert isinstance(slurm_block(room, GangDemand(roles=(role,))), Misfit)
