@@ -13,7 +13,7 @@ from reflux_placement.gang import GangDemand, Relation, RoleDemand
 from reflux_placement.simulate.clusters import GIB
 from reflux_placement.simulate.jobs import SimJob
 from reflux_placement.simulate.openb import Workload
-from reflux_placement.topology import Resources, Topology
+from reflux_placement.topology import NODE, Resources, Topology
 
 SEGMENT = 16
 _CPUS = 16_000
@@ -73,6 +73,18 @@ def gang_of(kind: Kind, tray: Resources, scale: int = 1) -> GangDemand:
     return GangDemand(roles=tuple(roles), relations=tuple(relations))
 
 
+def near_together(topology: Topology, gang: GangDemand) -> GangDemand:
+    """A gang of several members with the tightest level above nodes that could hold all its GPUs as its preferred one:
+    every policy that knows gangs of several roles is told (Kueue's podset groups, one allocation of Slurm)."""
+    if sum(role.count for role in gang.roles) == 1:
+        return gang
+    gpus, whole = topology.capacity_NR[:, 0], gang.total().gpus
+    for level in range(topology.tightness(NODE) + 1, len(topology.levels) - 1):
+        if int(topology.sums(gpus, level).max()) >= whole:
+            return replace(gang, preferred_level=topology.levels[level])
+    return gang
+
+
 def rl_workload(topology: Topology, *, jobs: int, load: float = 0.85, scale: int = 1, seed: int = 0) -> Workload:
     """Poisson arrivals of `KINDS` that offer `load` of the cluster's GPUs from the start on: the jobs that a running
     cluster would hold arrive at time 0 with what is left of their run times.
@@ -86,7 +98,7 @@ def rl_workload(topology: Topology, *, jobs: int, load: float = 0.85, scale: int
     """
     rng = np.random.default_rng(seed)
     tray = topology.nodes[int(topology.capacity_NR[:, 0].argmax())].resources
-    gangs = [gang_of(kind, tray, scale) for kind in KINDS]
+    gangs = [near_together(topology, gang_of(kind, tray, scale)) for kind in KINDS]
     shares = np.array([kind.share for kind in KINDS])
     gpus = np.array([gang.total().gpus for gang in gangs], dtype=float)
     means = np.array([kind.median_seconds * math.exp(kind.sigma**2 / 2) for kind in KINDS])
