@@ -4,8 +4,9 @@ Replays the openb trace (8,152 tasks on 1,213 nodes; gang sizes resampled, as ev
 under FIFO first-fit, Kueue's BestFit and Slurm's block plugin, each with EASY backfill, on equal jobs for several
 seeds. A ratio is ours / the least of the rivals' for that seed; the figure is the median over seeds. Also written as a
 table with the least and the largest. `replay_s` is the slowest whole replay under our policy. One knob of ours is set:
-gangs wait for their preferred rack for up to a day (the peers' rules have no such knob but place by themselves); the
-policy as shipped, which waits for 5 minutes, is replayed beside it on the first seed. The last line is JSON.
+gangs wait for their preferred rack for up to a day (of the peers only Slurm has it, as `--switches=N@time`, for trees
+and not for its block rule, which spans no more racks than it has to); the policy as shipped, which waits for 5 minutes,
+is replayed beside it on the first seed. The last line is JSON.
 
     python benchmarks/scheduler/replay.py [--traces FOLDER] [--seeds 3] [--sizes log2]
 """

@@ -5,7 +5,7 @@ A job of N nodes on base blocks of B nodes goes into one aggregated block of lev
 with enough free nodes the one with the fewest. Inside it base blocks that fit with the fewest free nodes come first,
 and the last base block is a best fit. Segments are placed one after another, each in the base block that fits it best,
 lower blocks already in use first. A job larger than the largest aggregated block may use all blocks. Node weights are
-equal. (Slurm 25.11, topology/block.)
+equal. (topology/block in the sources of Slurm 26.11.)
 """
 
 import math
