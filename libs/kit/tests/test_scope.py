@@ -70,6 +70,10 @@ def test_a_runs_token_reaches_no_other_run_and_no_operators_call(method, request
         scope.check(method, request_, "mine")
 
 
+def test_an_adapter_belongs_to_the_run_of_its_model():
+    assert scope.run_of("run/adapters/x") == scope.run_of("run") == "run"
+
+
 def test_a_signed_token_without_a_scope_opens_nothing():
     bare = jwt.encode({"sub": "somebody", "exp": time.time() + 60}, auth._key(SECRET), algorithm="HS256")
     with pytest.raises(Unauthenticated, match="MissingRequiredClaim"):

@@ -10,6 +10,9 @@ from google.protobuf.message import Message
 
 from reflux_kit.errors import PermissionDenied
 
+ADAPTERS = "/adapters/"
+"""Stands in a model's name between the run and what is an adapter of the run's model."""
+
 _METHODS: dict[str, tuple[str, ...]] = {
     "SchedulerService": (),
     "AgentService": (),
@@ -41,8 +44,13 @@ def check(method: str, request: Message, run: str) -> None:
 
 def check_run(named: str, run: str, field: str) -> None:
     """Raises `PermissionDenied` when `field` names another run than the token's; HTTP doors call it themselves."""
-    if named != run and not (field.endswith("model_id") and named.startswith(f"{run}/adapters/")):
+    if named != run and not (field.endswith("model_id") and named.startswith(run + ADAPTERS)):
         raise PermissionDenied(f"{field} is {named[:100]!r}, but the token is for the run {run!r} only", run=run)
+
+
+def run_of(model_id: str) -> str:
+    """The run that a model belongs to."""
+    return model_id.partition(ADAPTERS)[0]
 
 
 def _runs(request: Message, prefix: str = "") -> list[tuple[str, str]]:

@@ -5,7 +5,7 @@ import pytest
 from reflux.weight_broker.v1 import weight_broker_service_pb2 as pb
 from reflux_transfer import errors
 from reflux_transfer.client.leases import _apply
-from reflux_transfer.client.wire import failure_of, run_of
+from reflux_transfer.client.wire import failure_of
 from reflux_weightplan.errors import PlanRefused
 
 Reason = pb.AckVersionRequest
@@ -28,10 +28,6 @@ Reason = pb.AckVersionRequest
 )
 def test_every_failure_has_its_reason(error: Exception, reason: int) -> None:
     assert failure_of(error) == reason
-
-
-def test_an_adapter_belongs_to_the_run_of_its_model() -> None:
-    assert run_of("run/adapters/x") == run_of("run") == "run"
 
 
 class Arenas:

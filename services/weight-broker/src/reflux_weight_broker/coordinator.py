@@ -14,11 +14,11 @@ import redis
 from reflux.weight_broker.v1 import weight_broker_service_pb2 as pb
 from reflux.weight_broker.v1 import weight_version_pb2 as version_pb
 from reflux_kit import deadline
+from reflux_kit.scope import run_of
 from reflux_weight_broker import messages, metrics
 from reflux_weight_broker.actions import Dismiss, Persist
 from reflux_weight_broker.epochs import next_epoch
 from reflux_weight_broker.model import Model
-from reflux_weight_broker.parsing import ADAPTERS
 from reflux_weight_broker.plan import Manifest
 from reflux_weight_broker.records import PUBLISHER, Registration, Replica, Report, Rules
 from reflux_weight_broker.refusals import BaseMismatch, StaleEpoch, UnknownReplica
@@ -218,7 +218,7 @@ class Coordinator:
         """An adapter stands on top of what its model's replicas serve."""
         if manifest.kind != "adapter":
             return
-        base = manifest.model_id.partition(ADAPTERS)[0]
+        base = run_of(manifest.model_id)  # a run's model is called like the run
         version, _ = await self.get(base, 0)
         epoch = version.epoch if version else 0
         if epoch != manifest.base_epoch:

@@ -8,6 +8,7 @@ from reflux.weight_broker.v1 import weight_broker_service_pb2 as pb
 from reflux.weight_broker.v1 import weight_layout_pb2 as layout_pb
 from reflux.weight_broker.v1 import weight_version_pb2 as version_pb
 from reflux_kit.errors import InvalidRequest
+from reflux_kit.scope import ADAPTERS, run_of
 from reflux_transfer.errors import WrongHandle
 from reflux_transfer.handles import backend_of, unseal
 from reflux_weight_broker.plan import Kind, Manifest, Mode, Region, Tensors
@@ -20,7 +21,6 @@ _MAX_TIMEOUT_SECONDS = 3600.0
 _MAX_ADDRESS = 1 << 63
 _MAX_EPOCH = 1 << 53  # Redis counts them in Lua numbers
 _MAX_PROMPT = 65536
-ADAPTERS = "/adapters/"
 
 _OUTCOMES: dict[int, str] = {
     pb.AckVersionRequest.OUTCOME_PREPARED: "prepared",
@@ -145,7 +145,7 @@ def require_handle(field: str, handle: bytes, transport: str, model_id: str) -> 
         backend = backend_of(handle)
         if backend != transport:
             raise InvalidRequest(f"transport is {transport!r}, the handle is one of {backend}", field="transport")
-        run, owner = unseal(handle, backend).get("run"), model_id.partition(ADAPTERS)[0]
+        run, owner = unseal(handle, backend).get("run"), run_of(model_id)
     except WrongHandle as error:
         raise InvalidRequest(f"{field}: {error}", field=field) from None
     if run and run != owner:

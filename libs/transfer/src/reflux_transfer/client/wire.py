@@ -6,6 +6,7 @@ from reflux.weight_broker.v1 import weight_broker_service_pb2 as pb
 from reflux.weight_broker.v1 import weight_layout_pb2 as layout_pb
 from reflux.weight_broker.v1.weight_version_pb2 import WeightVersion
 from reflux_kit import auth
+from reflux_kit.scope import run_of
 from reflux_transfer import errors
 from reflux_transfer.client.layouts import chunks, from_message, to_message
 from reflux_transfer.client.offer import Kind, SourceRegion
@@ -26,7 +27,6 @@ UNKNOWN_LAYOUT = "UNKNOWN_LAYOUT"
 """Reason of a refusal: send the layout, then call again."""
 
 _CALL_SECONDS = 60.0
-ADAPTERS = "/adapters/"
 
 KINDS: dict[Kind, WeightVersion.Kind.ValueType] = {
     "full": WeightVersion.KIND_FULL,
@@ -52,11 +52,6 @@ _REASONS: dict[type[Exception], pb.AckVersionRequest.Reason.ValueType] = {
     errors.PlanNotStaged: pb.AckVersionRequest.REASON_LAYOUT,
     WeightPlanError: pb.AckVersionRequest.REASON_LAYOUT,
 }
-
-
-def run_of(model_id: str) -> str:
-    """The run whose handles belong to a model: a run's model is called like the run, its adapters below it."""
-    return model_id.partition(ADAPTERS)[0]
 
 
 def scope_of(model_id: str, secret: str = "") -> Scope:

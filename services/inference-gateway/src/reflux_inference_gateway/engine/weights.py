@@ -16,6 +16,7 @@ from reflux_inference_gateway.engine.loop import EngineLoop
 from reflux_inference_gateway.engine.replica import Description
 from reflux_inference_gateway.engine.settings import EngineSettings
 from reflux_kit.channel import open_channel
+from reflux_kit.scope import ADAPTERS
 from reflux_transfer.client.in_place import InPlaceReceiver
 from reflux_transfer.client.layouts import single_rank
 from reflux_transfer.client.offer import Update
@@ -23,7 +24,7 @@ from reflux_transfer.client.receiver import Apply
 from reflux_transfer.client.reporting import reporting
 from reflux_transfer.client.subscriber import BrokerSubscriber
 from reflux_transfer.client.swap import SwapReceiver
-from reflux_transfer.client.wire import ADAPTERS, RETRY, scope_of
+from reflux_transfer.client.wire import RETRY, scope_of
 from reflux_transfer.probe.paths import PathBook
 
 log = logging.getLogger(__name__)

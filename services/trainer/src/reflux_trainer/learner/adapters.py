@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from grpc.aio import Channel
 
 from reflux_kit.errors import InvalidRequest
+from reflux_kit.scope import ADAPTERS
 from reflux_model.parameters import Parameters
 from reflux_trainer.learner.publish import Outlet, WeightPublisher
-from reflux_transfer.client.wire import ADAPTERS
 
 
 def chosen(params: Parameters, tensors: Sequence[str]) -> Parameters:
