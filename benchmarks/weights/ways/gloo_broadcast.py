@@ -1,6 +1,7 @@
 """torch.distributed broadcast over gloo from one process to another, from and into the tensors of a model in bfloat16.
 
-`flat`: all tensors as one; else tensor by tensor. No cast and no checksum, which our sync has.
+`flat`: all tensors as one; `cast`: likewise, cast from float32 each time; else tensor by tensor. No checksum, and but
+for `cast` no cast, which our sync has.
 """
 
 import os
@@ -20,14 +21,17 @@ def _join(rank: int, store: str) -> None:
 
 def _parts() -> list[torch.Tensor]:
     tensors = [tensor.view(torch.uint8).reshape(-1) for tensor in tensors_of(sys.argv[2]).values()]
-    return [torch.cat(tensors)] if sys.argv[3] == "flat" else tensors
+    return tensors if sys.argv[3] == "tensors" else [torch.cat(tensors)]
 
 
 def owner(pipe: Connection, length: int) -> None:
     _join(0, sys.argv[4])
     parts = _parts()
+    master = [part.view(torch.bfloat16).float() for part in parts] if sys.argv[3] == "cast" else []
     pipe.send("ready")
     while pipe.recv():
+        for narrow, wide in zip(parts, master, strict=False):
+            narrow.view(torch.bfloat16).copy_(wide)
         for part in parts:
             dist.broadcast(part, 0)
     keep(pipe)
