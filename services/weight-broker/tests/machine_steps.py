@@ -1,13 +1,14 @@
 """Steps of one model's state machine, for tests: no clock, no I/O."""
 
+from reflux_transfer.client.offer import SourceRegion
 from reflux_weight_broker.actions import Action, Lease, Prepare
-from reflux_weight_broker.plan import Manifest, Region, Tensors
+from reflux_weight_broker.plan import Manifest, Tensors
 from reflux_weight_broker.records import Phase, Registration, Report, Rules, Transaction
 from reflux_weight_broker.versions import ModelVersions
 
 TENSORS = Tensors("h1", 1, {"w": ((2,), "float32")})
 SHARDED = Tensors("h2", 2, {"w": ((2,), "float32")})
-REGION = Region(0, b"publisher", "shm", 5)
+REGION = SourceRegion(0, b"publisher", "shm", 5)
 
 
 def offer(version: int, tensors: Tensors = TENSORS, **fields: object) -> Manifest:
@@ -49,9 +50,9 @@ def report(
     return versions.report(Report(name, incarnation, epoch, outcome, **fields), now)
 
 
-def served(name: str, epoch: int) -> tuple[Region, ...]:
+def served(name: str, epoch: int) -> tuple[SourceRegion, ...]:
     """What a replica lets others read."""
-    return (Region(0, name.encode(), "shm", epoch),)
+    return (SourceRegion(0, name.encode(), "shm", epoch),)
 
 
 def kinds(actions: list[Action]) -> list[tuple[str, str]]:

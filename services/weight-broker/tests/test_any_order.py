@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from machine_steps import SHARDED, TENSORS, offer
 
+from reflux_transfer.client.offer import SourceRegion
 from reflux_weight_broker.actions import Abort, Action, Commit, Dismiss, Lease, Persist, Prepare
-from reflux_weight_broker.plan import Region
 from reflux_weight_broker.records import PUBLISHER, Phase, Registration, Report, Rules, Step
 from reflux_weight_broker.refusals import StaleEpoch, UnknownReplica
 from reflux_weight_broker.versions import ModelVersions
@@ -107,7 +107,7 @@ class AnyOrder(RuleBasedStateMachine):
         process = self.served.get(seat, ("", 0))[0]
         if outcome == "committed" and epoch not in self.asked.get((name, process), set()):
             return  # a replica swaps only when it was asked
-        regions = (Region(rank, b"x", "shm", epoch),) if serves and outcome != "failed" else ()
+        regions = (SourceRegion(rank, b"x", "shm", epoch),) if serves and outcome != "failed" else ()
         fingerprint = epoch if right or outcome == "committed" else epoch + 1000
         fields = {"error": "x", "reason": reason, "fingerprint": fingerprint, "regions": regions}
         try:

@@ -3,7 +3,7 @@
 import pytest
 from machine_steps import SHARDED, TENSORS, begin, join, kinds, machine, offer, report
 
-from reflux_weight_broker.plan import Region
+from reflux_transfer.client.offer import SourceRegion
 from reflux_weight_broker.records import Phase, Registration
 from reflux_weight_broker.refusals import UnknownReplica
 from reflux_weight_broker.versions import ModelVersions
@@ -90,10 +90,10 @@ def test_only_a_replica_whose_ranks_all_offer_is_a_source() -> None:
     group(versions)
     begin(versions, 1)
     both(versions, 1, "prepared")
-    report(versions, "a", 1, "committed", incarnation="i0", regions=(Region(0, b"x", "shm", 1),))
+    report(versions, "a", 1, "committed", incarnation="i0", regions=(SourceRegion(0, b"x", "shm", 1),))
     report(versions, "a", 1, "committed", incarnation="i1")
     assert versions.fleet.replicas["a"].offers(1) == ()
-    report(versions, "a", 1, "committed", incarnation="i1", regions=(Region(1, b"y", "shm", 1),))
+    report(versions, "a", 1, "committed", incarnation="i1", regions=(SourceRegion(1, b"y", "shm", 1),))
     assert [region.rank for region in versions.fleet.replicas["a"].offers(1)] == [0, 1]
 
 

@@ -3,8 +3,8 @@
 import pytest
 from machine_steps import REGION, begin, commit, join, kinds, leases, machine, report, served, source_of
 
+from reflux_transfer.client.offer import SourceRegion
 from reflux_weight_broker.actions import Prepare
-from reflux_weight_broker.plan import Region
 from reflux_weight_broker.records import PUBLISHER, Phase
 
 
@@ -161,6 +161,6 @@ def test_a_new_duty_ends_the_lease_of_the_old_one() -> None:
 
 def test_leases_name_every_generation_of_a_sharded_source() -> None:
     versions = machine()
-    regions = (Region(0, b"x", "shm", 3), Region(1, b"y", "shm", 4))
+    regions = (SourceRegion(0, b"x", "shm", 3), SourceRegion(1, b"y", "shm", 4))
     commit(versions, 1, regions=regions)
     assert leases(join(versions, "a")) == [(PUBLISHER, 3, "a", True), (PUBLISHER, 4, "a", True)]

@@ -3,10 +3,10 @@
 import time
 
 from reflux.weight_broker.v1 import weight_broker_service_pb2 as pb
-from reflux.weight_broker.v1 import weight_layout_pb2 as layout_pb
 from reflux.weight_broker.v1 import weight_version_pb2 as version_pb
+from reflux_transfer.client.wire import KINDS, to_region
 from reflux_weight_broker.actions import Abort, Commit, Event, Lease
-from reflux_weight_broker.plan import Kind, Manifest, Region
+from reflux_weight_broker.plan import Manifest
 from reflux_weight_broker.records import Phase, Replica, Transaction
 
 _STATES = {
@@ -14,11 +14,6 @@ _STATES = {
     Phase.COMMITTING: version_pb.WeightVersion.STATE_COMMITTING,
     Phase.COMMITTED: version_pb.WeightVersion.STATE_COMMITTED,
     Phase.ABORTED: version_pb.WeightVersion.STATE_ABORTED,
-}
-_KINDS: dict[Kind, version_pb.WeightVersion.Kind.ValueType] = {
-    "full": version_pb.WeightVersion.KIND_FULL,
-    "delta": version_pb.WeightVersion.KIND_DELTA,
-    "adapter": version_pb.WeightVersion.KIND_ADAPTER,
 }
 
 
@@ -30,8 +25,8 @@ def to_stored(manifest: Manifest) -> pb.BeginVersionRequest:
         version=manifest.version,
         layout_hash=manifest.tensors.hash,
         sync_timeout_seconds=manifest.timeout_seconds,
-        regions=[_region(region) for region in manifest.regions],
-        kind=_KINDS[manifest.kind],
+        regions=[to_region(region) for region in manifest.regions],
+        kind=KINDS[manifest.kind],
         base_epoch=manifest.base_epoch,
         probe_token_ids=manifest.probe_token_ids,
     )
@@ -66,7 +61,7 @@ def to_version(transaction: Transaction, *, members: bool = True) -> version_pb.
         prepare_seconds=transaction.prepare_seconds,
         commit_seconds=transaction.commit_seconds,
         bytes=transaction.bytes,
-        kind=_KINDS[transaction.manifest.kind],
+        kind=KINDS[transaction.manifest.kind],
         base_epoch=transaction.manifest.base_epoch,
         fingerprint=transaction.fingerprint,
         control_messages=transaction.control_messages,
@@ -88,8 +83,8 @@ def to_event(event: Event) -> pb.WatchVersionsResponse:
         event=pb.WatchVersionsResponse.EVENT_PREPARE,
         version=version,
         layout_hash=event.source.layout_hash,
-        regions=[_region(region) for region in event.source.regions],
-        kind=_KINDS[event.source.kind],
+        regions=[to_region(region) for region in event.source.regions],
+        kind=KINDS[event.source.kind],
         base_epoch=manifest.base_epoch,
         timeout_seconds=max(0.0, event.deadline - time.monotonic()),
     )
@@ -99,9 +94,3 @@ def to_lease(lease: Lease) -> pb.WatchLeasesResponse:
     """Who reads, and for how long from now on."""
     seconds = max(0.001, lease.deadline - time.monotonic()) if lease.deadline else 0.0
     return pb.WatchLeasesResponse(generation=lease.generation, holder=lease.holder, seconds=seconds)
-
-
-def _region(region: Region) -> layout_pb.RegionOffer:
-    return layout_pb.RegionOffer(
-        rank=region.rank, handle=region.handle, transport=region.transport, generation=region.generation
-    )

@@ -9,9 +9,12 @@ from reflux.weight_broker.v1 import weight_layout_pb2 as layout_pb
 from reflux.weight_broker.v1 import weight_version_pb2 as version_pb
 from reflux_kit.errors import InvalidRequest
 from reflux_kit.scope import ADAPTERS, run_of
+from reflux_transfer.client.offer import Kind, SourceRegion
+from reflux_transfer.client.wire import KINDS, MODES, from_region
 from reflux_transfer.errors import WrongHandle
 from reflux_transfer.handles import backend_of, unseal
-from reflux_weight_broker.plan import Kind, Manifest, Mode, Region, Tensors
+from reflux_transfer.modes import Mode
+from reflux_weight_broker.plan import Manifest, Tensors
 from reflux_weight_broker.records import Registration, Report
 
 T = TypeVar("T")
@@ -29,14 +32,11 @@ _OUTCOMES: dict[int, str] = {
 }
 _KINDS: dict[int, Kind] = {
     version_pb.WeightVersion.KIND_UNSPECIFIED: "full",
-    version_pb.WeightVersion.KIND_FULL: "full",
-    version_pb.WeightVersion.KIND_DELTA: "delta",
-    version_pb.WeightVersion.KIND_ADAPTER: "adapter",
+    **{number: kind for kind, number in KINDS.items()},
 }
 _MODES: dict[int, Mode] = {
     pb.UPDATE_MODE_UNSPECIFIED: "swap",
-    pb.UPDATE_MODE_SWAP: "swap",
-    pb.UPDATE_MODE_IN_PLACE: "in_place",
+    **{number: mode for mode, number in MODES.items()},
 }
 
 
@@ -132,11 +132,11 @@ def parse_manifest(request: pb.BeginVersionRequest, tensors: Tensors) -> Manifes
     )
 
 
-def parse_regions(offers: Sequence[layout_pb.RegionOffer], model_id: str) -> tuple[Region, ...]:
+def parse_regions(offers: Sequence[layout_pb.RegionOffer], model_id: str) -> tuple[SourceRegion, ...]:
     """Regions that others may read: every handle is one of its transport and of the model's run."""
     for offer in offers:
         require_handle("regions", offer.handle, offer.transport, model_id)
-    return tuple(Region(offer.rank, offer.handle, offer.transport, offer.generation) for offer in offers)
+    return tuple(from_region(offer) for offer in offers)
 
 
 def require_handle(field: str, handle: bytes, transport: str, model_id: str) -> None:

@@ -3,14 +3,11 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal
 
 import xxhash
 
+from reflux_transfer.client.offer import Kind, SourceRegion
 from reflux_weight_broker.refusals import LayoutMismatch
-
-Kind = Literal["full", "delta", "adapter"]
-Mode = Literal["swap", "in_place"]
 
 _NAMED = 5
 
@@ -42,16 +39,6 @@ class Tensors:
 
 
 @dataclass(frozen=True)
-class Region:
-    """A rank's region that others may read while its header shows `generation`."""
-
-    rank: int
-    handle: bytes = field(repr=False)
-    transport: str
-    generation: int
-
-
-@dataclass(frozen=True)
 class Manifest:
     """What a publisher offers. A delta starts from `base_epoch`, an adapter stands on top of it."""
 
@@ -59,7 +46,7 @@ class Manifest:
     version: int
     request_id: str
     tensors: Tensors
-    regions: tuple[Region, ...]
+    regions: tuple[SourceRegion, ...]
     kind: Kind = "full"
     base_epoch: int = 0
     timeout_seconds: float = 60.0

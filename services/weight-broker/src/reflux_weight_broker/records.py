@@ -3,8 +3,10 @@
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
+from reflux_transfer.client.offer import Kind, SourceRegion
+from reflux_transfer.modes import Mode
 from reflux_weight_broker.health import Thresholds
-from reflux_weight_broker.plan import Kind, Manifest, Mode, Region, Tensors
+from reflux_weight_broker.plan import Manifest, Tensors
 
 PUBLISHER = "publisher"
 """Name of the publisher as a source; replicas are sources by their own names."""
@@ -49,7 +51,7 @@ class Source:
 
     name: str
     layout_hash: str
-    regions: tuple[Region, ...]
+    regions: tuple[SourceRegion, ...]
     kind: Kind
 
 
@@ -85,7 +87,7 @@ class Seat:
     transfer_seconds: float = 0.0
     pause_ms: float = 0.0
     offered_epoch: int = 0
-    offers: tuple[Region, ...] = ()
+    offers: tuple[SourceRegion, ...] = ()
     """What others may read of this rank: its bytes of `offered_epoch`."""
 
 
@@ -141,7 +143,7 @@ class Replica:
         """Whether it takes part in the epoch and has not committed it yet."""
         return self.duty is not None and self.duty.epoch == epoch
 
-    def offers(self, epoch: int) -> tuple[Region, ...]:
+    def offers(self, epoch: int) -> tuple[SourceRegion, ...]:
         """Regions of all ranks that hold the epoch, or none."""
         if not self.complete or any(not s.offers or s.offered_epoch != epoch for s in self.seats.values()):
             return ()
@@ -231,4 +233,4 @@ class Report:
     transfer_seconds: float = 0.0
     pause_ms: float = 0.0
     fingerprint: int = 0
-    regions: tuple[Region, ...] = ()
+    regions: tuple[SourceRegion, ...] = ()
