@@ -1,6 +1,7 @@
 """Calls to an engine's HTTP routes: a deadline on each, failures as `EngineFailed` with the engine's own words."""
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -9,6 +10,8 @@ from typing import Any
 import aiohttp
 
 from reflux_inference_gateway.foreign.base import EngineFailed, EngineUnfit
+
+log = logging.getLogger(__name__)
 
 CALL_SECONDS = 10.0
 LOAD_SECONDS = 600.0
@@ -41,6 +44,24 @@ class EngineHttp:
     ) -> dict[str, Any]:
         """The JSON object that a POST answers; empty when the answer is none. Raises `EngineFailed`."""
         return await self._call("POST", route, seconds, json=dict(body or {}), params=dict(params or {}))
+
+    async def open_session(self, begin: str, end: str, seconds: float = CALL_SECONDS) -> None:
+        """POSTs to the route `begin`; a session that an adapter left open when it died is ended by `end` first."""
+        try:
+            await self.post(begin, seconds=seconds)
+        except EngineFailed as error:
+            log.warning("the engine did not begin (%s), ending the session before", error)
+            await self.post(end, seconds=seconds)
+            await self.post(begin, seconds=seconds)
+
+    async def stop(
+        self, route: str, body: Mapping[str, Any] | None = None, params: Mapping[str, str] | None = None
+    ) -> None:
+        """A POST that has the engine drop its requests after a failed commit; that it fails too is only logged."""
+        try:
+            await self.post(route, body, params)
+        except EngineFailed as error:
+            log.error("the engine could not be stopped after a failed commit: %s", error)
 
     async def until_up(self, route: str, seconds: float) -> None:
         """Waits for a route. Raises `EngineUnfit` when it does not answer 200 in time."""

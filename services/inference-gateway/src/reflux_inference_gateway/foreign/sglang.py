@@ -6,7 +6,6 @@ and values are computed anew; `in_place` would go on with old ones and forbid to
 """
 
 import asyncio
-import logging
 import time
 from abc import abstractmethod
 from collections.abc import Callable
@@ -20,8 +19,6 @@ from reflux_transfer.intake import Intake
 from reflux_transfer.probe.paths import PathBook
 from reflux_transfer.pulling.report import PullReport
 from reflux_weightplan.spec import SpecLayout
-
-log = logging.getLogger(__name__)
 
 
 class SglangSink(WeightSink):
@@ -54,7 +51,7 @@ class SglangSink(WeightSink):
             await self._load(str(version))
             await self._http.post("/continue_generation")
         except RuntimeError:  # EngineFailed, and torch's
-            await self._stop()
+            await self._http.stop("/pause_generation", {"mode": "abort"})
             raise
         return 1000 * (time.perf_counter() - start)
 
@@ -76,12 +73,6 @@ class SglangSink(WeightSink):
     @abstractmethod
     async def _load(self, version: str) -> None:
         """Has the engine load what lies in the intake, name it `version` and flush its cache; it is paused."""
-
-    async def _stop(self) -> None:
-        try:
-            await self._http.post("/pause_generation", {"mode": "abort"})
-        except EngineFailed as error:
-            log.error("SGLang could not be stopped after a failed commit: %s", error)
 
 
 class SglangDisk(SglangSink):

@@ -47,7 +47,7 @@ class SglangDistributed(SglangSink):
     async def _load(self, version: str) -> None:
         assert self._intake
         slots = self._intake.layout.slots
-        await self._begin()
+        await self._http.open_session("/begin_weight_update", "/end_weight_update")
         body = {
             "names": [slot.name for slot in slots],
             "dtypes": [slot.dtype for slot in slots],
@@ -59,15 +59,6 @@ class SglangDistributed(SglangSink):
         received = self._http.post("/update_weights_from_distributed", body, seconds=LOAD_SECONDS)
         await asyncio.gather(asyncio.to_thread(self._broadcast), received)
         await self._http.post("/end_weight_update")
-
-    async def _begin(self) -> None:
-        """Opens a session; one that an adapter left open when it died is ended first."""
-        try:
-            await self._http.post("/begin_weight_update")
-        except EngineFailed as error:
-            log.warning("SGLang did not begin (%s), ending the session before", error)
-            await self._http.post("/end_weight_update")
-            await self._http.post("/begin_weight_update")
 
     def _broadcast(self) -> None:
         assert self._group

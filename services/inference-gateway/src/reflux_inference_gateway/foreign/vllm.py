@@ -5,7 +5,6 @@ Written against vLLM 0.32, started with VLLM_SERVER_DEV_MODE=1, `--weight-transf
 """
 
 import asyncio
-import logging
 import time
 from collections.abc import Callable
 from typing import Any
@@ -18,8 +17,6 @@ from reflux_transfer.offers import offer_to_json
 from reflux_transfer.pulling.report import PullReport
 from reflux_weightplan.spec import SpecLayout
 from reflux_weightplan.wire import canonical
-
-log = logging.getLogger(__name__)
 
 _FIRST_POLL_SECONDS = 0.01
 _LAST_POLL_SECONDS = 0.2
@@ -65,7 +62,8 @@ class VllmSink(WeightSink):
         start = time.perf_counter()
         try:
             await self._http.post("/pause", params={"mode": "keep"})
-            await self._begin()
+            # What a session that was left open has loaded is replaced by this one.
+            await self._http.open_session("/start_weight_update", "/finish_weight_update", LOAD_SECONDS)
             await self._http.post("/update_weights", {"update_info": {"epoch": epoch}}, seconds=LOAD_SECONDS)
             await self._http.post("/finish_weight_update", {"weight_version": str(version)}, seconds=LOAD_SECONDS)
             # Running requests are queued again and prefilled under the new weights; nothing holds old blocks then.
@@ -74,21 +72,12 @@ class VllmSink(WeightSink):
                 raise EngineFailed(f"/reset_prefix_cache: {reset}")
             await self._http.post("/resume")
         except EngineFailed:
-            await self._stop()
+            await self._http.stop("/pause", params={"mode": "abort"})
             raise
         return 1000 * (time.perf_counter() - start)
 
     async def version(self) -> str:
         return str((await self._http.get("/weight_info")).get("weight_version", ""))
-
-    async def _begin(self) -> None:
-        """Opens a session; one that an adapter left open when it died is ended first, and what it loaded replaced."""
-        try:
-            await self._http.post("/start_weight_update", seconds=LOAD_SECONDS)
-        except EngineFailed as error:
-            log.warning("vLLM did not begin (%s), ending the session before", error)
-            await self._http.post("/finish_weight_update", seconds=LOAD_SECONDS)
-            await self._http.post("/start_weight_update", seconds=LOAD_SECONDS)
 
     async def _workers(self, method: str, *args: str) -> list[dict[str, Any]]:
         body = {"method": method, "args": list(args)}
@@ -96,12 +85,6 @@ class VllmSink(WeightSink):
         if not results or not all(isinstance(result, dict) for result in results):
             raise EngineFailed(f"/collective_rpc {method}: {results}")
         return results
-
-    async def _stop(self) -> None:
-        try:
-            await self._http.post("/pause", params={"mode": "abort"})
-        except EngineFailed as error:
-            log.error("vLLM could not be stopped after a failed commit: %s", error)
 
 
 def _together(statuses: list[dict[str, Any]], epoch: int) -> PullReport:
