@@ -20,6 +20,11 @@ log = logging.getLogger(__name__)
 _WILDCARDS = ("0.0.0.0", "[::]")
 
 
+def replica_name(owner: str, rank: int) -> str:
+    """A new resource name: the owner's (a run, or what it is called without one) as far as the gateway takes it."""
+    return f"replicas/{re.sub(r'[^A-Za-z0-9._-]', '-', owner)[:80]}-{rank}-{uuid.uuid4().hex[:8]}"
+
+
 class Fatal:
     """Owns the reason for which the process must end with status 1; its supervisor starts another one."""
 
@@ -37,9 +42,8 @@ class Description:
     """Owns what the replica says about itself; complete once the addresses are bound."""
 
     def __init__(self, settings: EngineSettings, model_id: str, options: "CoreOptions", engine: "EngineLoop") -> None:
-        owner = re.sub(r"[^A-Za-z0-9._-]", "-", settings.run or "engine")[:80]
         self._fixed = ReplicaMessage(
-            name=f"replicas/{owner}-{settings.rank}-{uuid.uuid4().hex[:8]}",
+            name=replica_name(settings.run or "engine", settings.rank),
             model_id=model_id,
             role=ReplicaMessage.ROLE_BOTH,
             capacity=options.max_rows,

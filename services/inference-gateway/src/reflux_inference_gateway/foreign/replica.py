@@ -1,11 +1,10 @@
 """What the adapter reads from the model folder, and what it says to the gateway about its engine."""
 
 import json
-import re
-import uuid
 from pathlib import Path
 
 from reflux.inference_gateway.v1.replica_pb2 import Replica as ReplicaMessage
+from reflux_inference_gateway.engine.replica import replica_name
 from reflux_inference_gateway.foreign.follower import Follower
 from reflux_inference_gateway.foreign.settings import AdapterSettings
 from reflux_kit.errors import StartupError
@@ -32,10 +31,9 @@ class Description:
     """The replica's entry at the gateway: requests go straight to the engine's own HTTP door, never through here."""
 
     def __init__(self, settings: AdapterSettings, model_id: str, follower: Follower) -> None:
-        owner = re.sub(r"[^A-Za-z0-9._-]", "-", settings.run or settings.engine)[:80]
         self._follower = follower
         self._fixed = ReplicaMessage(
-            name=f"replicas/{owner}-{settings.rank}-{uuid.uuid4().hex[:8]}",
+            name=replica_name(settings.run or settings.engine, settings.rank),
             model_id=model_id,
             http_url=settings.engine_url.rstrip("/"),
             role=ReplicaMessage.ROLE_BOTH,
