@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Literal
 
 from reflux_transfer.arenas.packing import rank_layout
@@ -18,8 +17,8 @@ from reflux_weightplan.wire import layout_hash
 
 Kind = Literal["full", "delta", "adapter"]
 
-_PACKED = PlanOptions(relay="direct")
 _PLAIN = PlanOptions(relay="direct", pack_below=0, max_runs=1 << 62)
+"""Packs nothing: a publisher does not know the layouts of its replicas and stages for none of them."""
 
 
 @dataclass(frozen=True)
@@ -40,28 +39,15 @@ class Route:
         self.same = layout_hash(source) == layout_hash(target)
         """Whether the source's rank of the same number holds the same tensors at the same places."""
 
-        self.plan_hash = ""
-        """Names the plan that packed moves come from; empty when nothing is packed."""
-
         self.source = source
         """The layout that is read from."""
 
-        self._target, self._rank = target, rank
+        self.moves: Sequence[Move]
         if self.same:
-            slots = rank_layout(Side(target), rank).slots
-            self.moves: Sequence[Move] = tuple(
-                WholeTensor(slot.name, slot.offset, slot.offset, slot.nbytes, rank) for slot in slots
-            )
+            slots = layout_of_rank(target, rank).slots
+            self.moves = tuple(WholeTensor(slot.name, slot.offset, slot.offset, slot.nbytes, rank) for slot in slots)
         else:
-            made = plan(source, target, _PACKED)
-            self.plan_hash, self.moves = made.hash, tuple(Expander(made).transfers(rank))
-
-    @cached_property
-    def plain(self) -> Sequence[Move]:
-        """The moves of a plan that packs nothing: for sources that were staged without this one."""
-        if self.same:
-            return self.moves
-        return tuple(Expander(plan(self.source, self._target, _PLAIN)).transfers(self._rank))
+            self.moves = tuple(Expander(plan(source, target, _PLAIN)).transfers(rank))
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from reflux_transfer.arenas.header import Header, version_of
 from reflux_transfer.backends.base import TransferBackend
 from reflux_transfer.client.delta import pull_delta
 from reflux_transfer.client.offer import Offer
-from reflux_transfer.errors import PlanNotStaged, ReadCancelled, ReadDeadlineExceeded, WrongHandle
+from reflux_transfer.errors import ReadCancelled, ReadDeadlineExceeded, WrongHandle
 from reflux_transfer.handles import Scope
 from reflux_transfer.layout import Layout
 from reflux_transfer.probe.paths import PathBook, peer_of
@@ -64,7 +64,8 @@ class Puller:
         with self._sources(offer) as (backend, sources):
             if offer.kind == "delta" and base:
                 return pull_delta(backend, offer, sources, local, *base, cancelled)
-            return _follow(backend, offer, sources, local, cancelled)
+            left = max(0.0, offer.deadline - time.monotonic())
+            return follow(backend, sources, local, offer.route.moves, deadline_seconds=left, cancelled=cancelled)
 
     def await_sealed(self, offer: Offer, cancelled: Callable[[], bool]) -> int:
         """Waits until all of an offer's regions are complete; returns the version's fingerprint, pulls nothing.
@@ -93,24 +94,6 @@ class Puller:
         finally:
             for source in sources:
                 backend.release(source.region)
-
-
-def _follow(
-    backend: TransferBackend,
-    offer: Offer,
-    sources: Sequence[RemoteSource],
-    local: LocalRegion,
-    cancelled: Callable[[], bool],
-) -> PullReport:
-    seconds = max(0.0, offer.deadline - time.monotonic())
-    try:
-        return follow(
-            backend, sources, local, offer.route.moves,
-            deadline_seconds=seconds, cancelled=cancelled, plan_hash=offer.route.plan_hash,
-        )  # fmt: skip
-    except PlanNotStaged:
-        seconds = max(0.0, offer.deadline - time.monotonic())
-        return follow(backend, sources, local, offer.route.plain, deadline_seconds=seconds, cancelled=cancelled)
 
 
 def _sealed(backend: TransferBackend, source: RemoteSource, end: float, cancelled: Callable[[], bool]) -> Header:

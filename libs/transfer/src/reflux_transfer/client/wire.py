@@ -49,7 +49,6 @@ _REASONS: dict[type[Exception], pb.AckVersionRequest.Reason.ValueType] = {
     errors.ReadDeadlineExceeded: pb.AckVersionRequest.REASON_DEADLINE,
     errors.BaseMismatch: pb.AckVersionRequest.REASON_BASE_MISMATCH,
     errors.LayoutError: pb.AckVersionRequest.REASON_LAYOUT,
-    errors.PlanNotStaged: pb.AckVersionRequest.REASON_LAYOUT,
     WeightPlanError: pb.AckVersionRequest.REASON_LAYOUT,
 }
 
