@@ -13,7 +13,7 @@ from reflux.inference_gateway.v1.inference_gateway_service_pb2_grpc import Infer
 from reflux_inference_gateway.foreign.base import EngineFailed, WeightSink
 from reflux_inference_gateway.foreign.follower import Follower
 from reflux_inference_gateway.foreign.main import build
-from reflux_inference_gateway.foreign.replica import engine_layout
+from reflux_inference_gateway.foreign.replica import Description, engine_layout
 from reflux_inference_gateway.foreign.settings import AdapterSettings
 from reflux_inference_gateway.main import build as build_gateway
 from reflux_inference_gateway.settings import GatewaySettings
@@ -125,6 +125,12 @@ def test_names_and_order_are_those_of_the_model_code(model_folder) -> None:
     assert layout.parameter_bytes == 4 * sum(math.prod(shape) for shape in shapes.values())
 
 
+@pytest.mark.parametrize(("way", "engine"), [("vllm", "vllm"), ("sglang", "sglang"), ("sglang-distributed", "sglang")])
+def test_a_replica_says_which_engine_computes(way, engine: str) -> None:
+    settings = AdapterSettings(engine=way, engine_url="http://e:1")
+    assert Description(settings, "m", Follower(FakeSink()))().engine == engine
+
+
 async def test_an_adapter_registers_its_engines_own_door(model_folder) -> None:
     async def answer(request: web.Request) -> web.Response:
         return web.json_response({"results": [{}], "weight_version": "default"})
@@ -152,6 +158,7 @@ async def test_an_adapter_registers_its_engines_own_door(model_folder) -> None:
             (replica,) = fleet.replicas
         assert (replica.http_url, replica.grpc_address, replica.model_id) == (url, "", "tiny")
         assert replica.name.startswith("replicas/runs-r1-0-")
+        assert replica.engine == "vllm"
         async with open_channel(bound.grpc) as channel:
             left = await InferenceGatewayServiceStub(channel).ListReplicas(pb.ListReplicasRequest())
         assert list(left.replicas) == []

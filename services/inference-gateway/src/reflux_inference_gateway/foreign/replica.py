@@ -40,6 +40,7 @@ class Description:
             capacity=settings.capacity,
             node=settings.node,
             run=settings.run,
+            engine=settings.engine.partition("-")[0],  # of SGLang by either way
         )
 
     @property
