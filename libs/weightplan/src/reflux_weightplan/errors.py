@@ -19,18 +19,11 @@ class LayoutRefused(WeightPlanError, ValueError):
 
 
 class PlanRefused(WeightPlanError, ValueError):
-    """The source cannot fill the target exactly. `missing` and `doubled` are (tensor, box) of the global tensor."""
+    """The source cannot fill the target exactly. `missing` are (tensor, box) of the global tensor."""
 
-    def __init__(
-        self,
-        what: str,
-        *,
-        missing: Sequence[tuple[str, "Box"]] = (),
-        doubled: Sequence[tuple[str, "Box"]] = (),
-    ) -> None:
-        lines = [f"{kind} {_listed(found)}" for kind, found in (("missing", missing), ("doubled", doubled)) if found]
-        super().__init__("; ".join([what, *lines]))
-        self.missing, self.doubled = tuple(missing), tuple(doubled)
+    def __init__(self, what: str, *, missing: Sequence[tuple[str, "Box"]] = ()) -> None:
+        super().__init__(f"{what}; missing {_listed(missing)}" if missing else what)
+        self.missing = tuple(missing)
 
 
 def _listed(ranges: Sequence[tuple[str, "Box"]]) -> str:

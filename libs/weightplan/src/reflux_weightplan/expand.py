@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from reflux_weightplan.plan import Plan
 from reflux_weightplan.sides import Ints
 from reflux_weightplan.templates import PIECE_BYTES
-from reflux_weightplan.transfers import FETCH, PIECE, TRANSFER, Pack, Pieces, Transfers
+from reflux_weightplan.transfers import FETCH, PIECE, TRANSFER, Pieces, Transfers
 
 
 class Expander:
@@ -38,9 +38,8 @@ class Expander:
 
     def pieces(self, source_rank: int) -> Pieces:
         """What a source rank publishes, for all target ranks."""
-        names = tuple(tensor.name for tensor in self.plan.source.layout.tensors)
         table = self._table(source_rank)
-        return Pieces(names, table.rows(), table.count, table.pack_bytes)
+        return Pieces(table.rows(), table.pack_bytes)
 
     def fetches(self, target_rank: int) -> NDArray[np.void]:
         """What a target rank reads from its peers when the plan relays: FETCH rows by slab."""
@@ -178,7 +177,7 @@ class _SourceTable:
         first = np.flatnonzero(opens)
         block_of = np.cumsum(opens) - 1
         opens[1:] |= np.diff((pack_offset - pack_offset[first][block_of]) // PIECE_BYTES) > 0
-        self.count, self.pack_bytes = int(opens.sum()), int(packed_bytes.sum())
+        self.pack_bytes = int(packed_bytes.sum())
         self.piece, self.read_offset = np.empty(len(order), np.int32), np.empty(len(order), np.int64)
         self.piece[order] = np.cumsum(opens) - 1
         self.read_offset[order] = np.where(held, pack_offset, offset[order])
@@ -192,13 +191,3 @@ class _SourceTable:
         rows["source_offset"], rows["run_bytes"], rows["runs"], rows["pitch"] = offset, run, runs, pitch
         rows["pack_offset"] = np.where(packed, self.read_offset[self._order], -1)
         return rows
-
-
-def expand(plan: Plan, target_rank: int) -> Transfers:
-    """One target rank's transfers. For many ranks of one plan keep an `Expander`."""
-    return Expander(plan).transfers(target_rank)
-
-
-def packs(plan: Plan, source_rank: int) -> tuple[Pack, ...]:
-    """What a source rank gathers into its pack area."""
-    return Expander(plan).pieces(source_rank).packs

@@ -15,8 +15,6 @@ import numpy as np
 from reflux_weightplan.classes import Joined, TensorClass
 from reflux_weightplan.sides import Bools, Ints, Side
 
-NO_SHARE = -1
-
 
 @dataclass(frozen=True)
 class Peers:

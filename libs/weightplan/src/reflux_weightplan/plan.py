@@ -1,7 +1,7 @@
 """Owns the plan: which rank serves which bytes to which rank, in which buckets and order, for one pair of layouts.
 
 A plan is a pure function of the two layouts and the options, and has one hash in every process. It never lists the
-transfers of all ranks (82 million for a 671 B model on 256 and 512 ranks): `expand` and `packs` make one rank's.
+transfers of all ranks (82 million for a 671 B model on 256 and 512 ranks): an `Expander` makes one rank's.
 """
 
 import json
@@ -114,11 +114,6 @@ class Plan:
     def label_T(self) -> Ints:
         """Slab and share of every target tensor on the relayed route, 0 on the direct one."""
         return self.relay.division.label_T if self.relay else np.zeros(len(self.joined.class_T), np.int64)
-
-
-def plan_hash(source: SpecLayout, target: SpecLayout, options: PlanOptions = DEFAULTS) -> str:
-    """The name of a plan before it is made: the key of a cache by pair of layouts."""
-    return _pair_hash(layout_hash(source), layout_hash(target), options)
 
 
 def _pair_hash(source_hash: str, target_hash: str, options: PlanOptions) -> str:

@@ -34,11 +34,6 @@ class Schedule:
     start_SD: Floats
     nbytes_SD: Ints
 
-    @property
-    def efficiency(self) -> float:
-        """Lower bound / makespan; 1 when nothing moves."""
-        return self.lower_bound_seconds / self.makespan_seconds if self.makespan_seconds else 1.0
-
     def order(self, target_rank: int) -> list[tuple[int, int]]:
         """Sources of a target rank in the order of reading, with bytes."""
         column = self.start_SD[:, target_rank]

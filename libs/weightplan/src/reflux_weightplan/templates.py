@@ -41,12 +41,6 @@ class Template:
         """Bytes of every piece, int64 [P]."""
         return self.run_bytes * self.runs
 
-    def matrix(self, values: Ints, shape: tuple[int, int]) -> Ints:
-        """Sums of a value per piece by (source box, target box)."""
-        sums = np.zeros(shape, np.int64)
-        np.add.at(sums, (self.source_box, self.target_box), values)
-        return sums
-
 
 def make_template(source: Form, target: Form, pack_below: int, max_runs: int) -> Template:
     """Intersects the boxes of two forms of one shape. Pieces of box pairs with runs shorter than `pack_below` bytes, or

@@ -64,6 +64,11 @@ def _shapes(layers: int, experts: int) -> Iterator[tuple[str, tuple[int, ...], s
                     yield f"{layer}.experts.{expert}.{name}", shape, "bfloat16", _EXPERT, expert, layer
 
 
+def bytes_of(rows: NDArray[np.void]) -> int:
+    """Bytes that rows of transfers, pieces or fetches stand for."""
+    return int((rows["run_bytes"] * rows["runs"]).sum())
+
+
 def fill(layout: SpecLayout, seed: int = 0) -> dict[str, Memory]:
     """Random bytes for every global tensor: uint8 [*shape, item bytes]."""
     rng = np.random.default_rng(seed)

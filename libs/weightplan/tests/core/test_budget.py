@@ -9,16 +9,16 @@ from pathlib import Path
 PLANNED = """
 import json, pathlib, re, sys
 sys.path.insert(0, sys.argv[1])
-from plan_worlds import deepseek_like
+from plan_worlds import bytes_of, deepseek_like
 from reflux_weightplan.plan import PlanOptions, plan
-from reflux_weightplan.expand import expand
+from reflux_weightplan.expand import Expander
 source, target = deepseek_like(replicas=4)
 made = plan(source, target, PlanOptions(relay="direct"))
 print(json.dumps({
     "tensors": len(made.joined.class_T), "parameters": source.nbytes / 2,
     "efficiency": made.efficiency, "bound": made.lower_bound_seconds,
     "rss_mib": int(re.search(r"VmHWM:\\s+(\\d+)", pathlib.Path("/proc/self/status").read_text())[1]) / 1024,
-    "pairs": int((made.traffic > 0).sum()), "received": expand(made, 300).nbytes,
+    "pairs": int((made.traffic > 0).sum()), "received": bytes_of(Expander(made).transfers(300).rows),
 }))
 """
 

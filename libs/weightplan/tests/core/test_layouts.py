@@ -14,7 +14,7 @@ from plan_worlds import layout_pairs
 from reflux_weightplan.boxes import Box
 from reflux_weightplan.errors import LayoutRefused
 from reflux_weightplan.mesh import Cut, Mesh, Place, Placement
-from reflux_weightplan.plan import PlanOptions, plan_hash
+from reflux_weightplan.plan import PlanOptions, plan
 from reflux_weightplan.sharded import Shard, ShardedLayout, ShardedTensor, sharded
 from reflux_weightplan.sides import Side
 from reflux_weightplan.spec import SpecLayout, TensorSpec
@@ -214,14 +214,14 @@ def test_every_field_changes_the_hash() -> None:
 def test_a_plan_has_one_hash_in_every_process() -> None:
     code = """if True:
         import sys
-        from reflux_weightplan.plan import PlanOptions, plan_hash
+        from reflux_weightplan.plan import PlanOptions, plan
         from reflux_weightplan.wire import parse
         layout = parse(sys.stdin.buffer.read())
-        print(plan_hash(layout, layout, PlanOptions(pack_below=5)))
+        print(plan(layout, layout, PlanOptions(pack_below=5)).hash)
     """
     env = {**os.environ, "PYTHONHASHSEED": "7"}
     done = subprocess.run(
         [sys.executable, "-c", code], input=canonical(BASE), env=env, stdout=subprocess.PIPE, check=True, timeout=60
     )
-    assert done.stdout.decode().strip() == plan_hash(BASE, BASE, PlanOptions(pack_below=5))
-    assert plan_hash(BASE, BASE) != plan_hash(BASE, BASE, PlanOptions(pack_below=5))
+    assert done.stdout.decode().strip() == plan(BASE, BASE, PlanOptions(pack_below=5)).hash
+    assert plan(BASE, BASE).hash != plan(BASE, BASE, PlanOptions(pack_below=5)).hash

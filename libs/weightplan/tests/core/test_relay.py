@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import numpy as np
-from plan_worlds import deepseek_like, explicit_of, fill, regions
+from plan_worlds import bytes_of, deepseek_like, explicit_of, fill, regions
 
 from reflux_weightplan.apply import apply
 from reflux_weightplan.expand import Expander
@@ -34,7 +34,7 @@ def test_trainers_send_every_byte_once_when_peers_relay() -> None:
     expander = Expander(made)
     for rank in range(6):
         fetches = expander.fetches(rank)
-        read, fetched = expander.transfers(rank).nbytes, (fetches["run_bytes"] * fetches["runs"]).sum()
+        read, fetched = bytes_of(expander.transfers(rank).rows), bytes_of(fetches)
         assert read == sent[:, rank].sum()
         assert fetched == passed[:, rank].sum()
         assert read + fetched == source.nbytes / 2
