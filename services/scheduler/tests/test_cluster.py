@@ -9,7 +9,6 @@ from pathlib import Path
 
 import grpc
 import pytest
-import redis
 from scheduler_stack import Client, free_port
 
 from reflux.common.v1 import common_pb2
@@ -123,14 +122,6 @@ async def scheduler(
     )
     async with build(settings) as service, running(service, settings) as bound, open_channel(bound.grpc) as channel:
         yield Door(channel)
-
-
-@pytest.fixture
-def url(valkey):
-    url = f"{valkey}/4"
-    with redis.Redis.from_url(url) as connection:
-        connection.flushdb()
-    return url
 
 
 @pytest.fixture

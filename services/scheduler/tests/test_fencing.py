@@ -4,24 +4,13 @@ import contextlib
 from dataclasses import replace
 
 import pytest
-import redis
 from fake_cluster import SPEC, FakeCluster, candidate, until
-from redis.asyncio import Redis
 
 from reflux_scheduler.backends.base import GrantStatus
 from reflux_scheduler.errors import NotLeading
 from reflux_scheduler.grants import Grants
 from reflux_scheduler.job import Job, Placement, RolePlaces
 from reflux_scheduler.store import LEADER, Store
-
-
-@pytest.fixture
-async def keys(valkey):
-    url = f"{valkey}/5"
-    with redis.Redis.from_url(url) as connection:
-        connection.flushdb()
-    async with Redis.from_url(url) as connection:
-        yield connection
 
 
 async def test_a_deposed_leader_does_not_release_the_grants_of_the_next_one(keys):

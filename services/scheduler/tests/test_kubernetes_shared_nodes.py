@@ -24,11 +24,6 @@ async def cluster(tmp_path):
         yield cluster
 
 
-@pytest.fixture
-async def url(valkey):
-    return f"{valkey}/6"
-
-
 async def free_gpus(door: Door, node: str) -> float:
     return (await door.node(node)).free.gpus
 

@@ -30,15 +30,6 @@ from reflux_scheduler.store import Store
 LEADER_SECONDS = 1.0
 
 
-@pytest.fixture
-async def keys(valkey):
-    url = f"{valkey}/3"
-    with redis.Redis.from_url(url) as connection:
-        connection.flushdb()
-    async with Redis.from_url(url) as connection:
-        yield connection
-
-
 def queued(number: int = 1) -> Job:
     spec = JobSpec("test", (RoleTemplate("learner", 1, Resources(), ("x",)),))
     return Job(f"j{number}", number, spec, created_at=0.0)

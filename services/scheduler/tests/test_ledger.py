@@ -4,8 +4,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import redis
-from redis.asyncio import Redis
 
 from reflux_placement.errors import Occupied
 from reflux_placement.gang import Assignment
@@ -105,23 +103,19 @@ def test_a_grant_asks_for_what_its_members_need_on_each_node():
     assert usage({"a": held})["default"].tolist() == [6, 300, 0]
 
 
-async def test_claims_outlive_the_scheduler_and_those_on_lost_nodes_are_dropped(valkey):
-    url = f"{valkey}/5"
-    with redis.Redis.from_url(url) as connection:
-        connection.flushdb()
-    async with Redis.from_url(url) as connection:
-        store = Store(connection)
-        store.lease = "1 a:1 a"
-        await connection.set(LEADER, store.lease)
-        here = topology()
-        claim = Claim(job="jobs/b", assignment=assignment(1, 2), after=("jobs/a",), evicting=True, due_at=9.0)
-        await Claims(store, here).store([claim, replace(claim, job="jobs/c", evicting=False)])
-        again = Claims(store, here)
-        await again.load()
-        (kept,) = again.current(here)
-        assert (kept.job, kept.after, kept.evicting) == ("jobs/b", ("jobs/a",), True)
-        assert kept.assignment.nodes["learner"].tolist() == [1, 2]
-        smaller = build_topology("c", [node for node in here.nodes if node.name != "n2"])
-        lost = Claims(store, smaller)
-        await lost.load()
-        assert lost.current(smaller) == ()
+async def test_claims_outlive_the_scheduler_and_those_on_lost_nodes_are_dropped(keys):
+    store = Store(keys)
+    store.lease = "1 a:1 a"
+    await keys.set(LEADER, store.lease)
+    here = topology()
+    claim = Claim(job="jobs/b", assignment=assignment(1, 2), after=("jobs/a",), evicting=True, due_at=9.0)
+    await Claims(store, here).store([claim, replace(claim, job="jobs/c", evicting=False)])
+    again = Claims(store, here)
+    await again.load()
+    (kept,) = again.current(here)
+    assert (kept.job, kept.after, kept.evicting) == ("jobs/b", ("jobs/a",), True)
+    assert kept.assignment.nodes["learner"].tolist() == [1, 2]
+    smaller = build_topology("c", [node for node in here.nodes if node.name != "n2"])
+    lost = Claims(store, smaller)
+    await lost.load()
+    assert lost.current(smaller) == ()

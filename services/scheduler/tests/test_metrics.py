@@ -3,11 +3,9 @@
 from dataclasses import replace
 
 import pytest
-import redis
 from fake_cluster import SPEC as SPEC_OF_A_NODE
 from fake_cluster import FakeCluster, candidate, until
 from prometheus_client import REGISTRY
-from redis.asyncio import Redis
 
 from reflux_placement.policy.view import Wait
 from reflux_placement.topology import Resources
@@ -128,35 +126,27 @@ def often(monkeypatch):
     monkeypatch.setattr(controller, "_OBSERVE_SECONDS", 0.0)
 
 
-async def test_a_scheduler_that_leads_no_more_shows_nothing_that_would_be_added_to_the_leaders_figures(valkey, often):
-    url = f"{valkey}/5"
-    with redis.Redis.from_url(url) as connection:
-        connection.flushdb()
-    async with Redis.from_url(url) as keys:
-        leader = await candidate(keys, FakeCluster("n1"), 600)
-        async with leader.standing("a:1", "a"):
-            await (await leader.leading()).create(SPEC_OF_A_NODE, "one")
-            await until(lambda: sample("utilisation") == 1.0)
-            assert sample("resources", resource="gpus", share="total") == 4
-            assert sum(sample("jobs", state=state) for state in ("PENDING", "PLACED")) == 1
+async def test_a_scheduler_that_leads_no_more_shows_nothing_that_would_be_added_to_the_leaders_figures(keys, often):
+    leader = await candidate(keys, FakeCluster("n1"), 600)
+    async with leader.standing("a:1", "a"):
+        await (await leader.leading()).create(SPEC_OF_A_NODE, "one")
+        await until(lambda: sample("utilisation") == 1.0)
+        assert sample("resources", resource="gpus", share="total") == 4
+        assert sum(sample("jobs", state=state) for state in ("PENDING", "PLACED")) == 1
     names = {"jobs", "nodes", "resources", "fragmentation", "waiting_jobs", "grants"}
     left = [each.name for each in REGISTRY.collect() if each.samples]
     assert not {f"reflux_scheduler_{name}" for name in names} & set(left)
     assert (sample("utilisation"), sample("leading")) == (0.0, 0.0)
 
 
-async def test_an_agent_of_a_grant_that_is_over_is_forgotten(valkey, often):
-    url = f"{valkey}/5"
-    with redis.Redis.from_url(url) as connection:
-        connection.flushdb()
-    async with Redis.from_url(url) as keys:
-        leader = await candidate(keys, FakeCluster("n1", "n2"), 600)
-        async with leader.standing("a:1", "a"):
-            leading = await leader.leading()
-            job = await leading.create(SPEC_OF_A_NODE, "one")
-            await until(lambda: leading.book.get(job.id).parts)
-            posts = [("n1", f"{job.id}-0"), ("n1", "gone-0"), ("n2", "")]
-            for post in posts:
-                leading.fleet.register(post, "127.0.0.1:9", "i", (), 0.0)
-            await until(lambda: len(leading.fleet.agents()) < 3)
-            assert list(leading.fleet.agents()) == [posts[0], posts[2]]
+async def test_an_agent_of_a_grant_that_is_over_is_forgotten(keys, often):
+    leader = await candidate(keys, FakeCluster("n1", "n2"), 600)
+    async with leader.standing("a:1", "a"):
+        leading = await leader.leading()
+        job = await leading.create(SPEC_OF_A_NODE, "one")
+        await until(lambda: leading.book.get(job.id).parts)
+        posts = [("n1", f"{job.id}-0"), ("n1", "gone-0"), ("n2", "")]
+        for post in posts:
+            leading.fleet.register(post, "127.0.0.1:9", "i", (), 0.0)
+        await until(lambda: len(leading.fleet.agents()) < 3)
+        assert list(leading.fleet.agents()) == [posts[0], posts[2]]

@@ -4,20 +4,9 @@ import time
 from dataclasses import replace
 
 import pytest
-import redis
 from fake_cluster import SPEC, FakeCluster, candidate, until
-from redis.asyncio import Redis
 
 from reflux_scheduler.driver import MAX_SLOW_STARTS
-
-
-@pytest.fixture
-async def keys(valkey):
-    url = f"{valkey}/7"
-    with redis.Redis.from_url(url) as connection:
-        connection.flushdb()
-    async with Redis.from_url(url) as connection:
-        yield connection
 
 
 async def test_room_on_which_no_agent_comes_is_given_back_and_other_nodes_are_tried(keys):
