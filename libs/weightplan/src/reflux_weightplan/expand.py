@@ -22,6 +22,8 @@ class Expander:
             for each in plan.classes
         ]
         self._audiences = _Audiences(plan)
+        # Stages of the relayed route have schedules of their own, in which a rank meets a source more than once.
+        self._start_SD = plan.schedule.start_SD if plan.schedule else np.zeros(plan.traffic.shape)
 
     def transfers(self, target_rank: int) -> Transfers:
         """What a target rank reads from the sources: everything, or its own share when the plan relays."""
@@ -32,8 +34,9 @@ class Expander:
             for rows in self._class_rows(index, target_rank)
         ]
         rows = np.concatenate(parts) if parts else np.zeros(0, TRANSFER)
-        keys = ("target_offset", "source_offset", "packed", "source_rank", "bucket")
-        rows = rows[np.lexsort(tuple(rows[key] for key in keys))]
+        start_S = self._start_SD[:, target_rank]
+        keys = [rows[key] for key in ("target_offset", "source_offset", "packed", "source_rank")]
+        rows = rows[np.lexsort((*keys, start_S[rows["source_rank"]], rows["bucket"]))]
         return Transfers(tuple(tensor.name for tensor in self.plan.target.layout.tensors), rows)
 
     def pieces(self, source_rank: int) -> Pieces:

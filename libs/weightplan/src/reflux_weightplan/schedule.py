@@ -23,7 +23,8 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Schedule:
-    """`start_SD` are the seconds at which a target rank starts to read from a source rank, nan where it never does.
+    """`start_SD` are the seconds at which a target rank starts to read from a source rank, nan where it never does. The
+    transfers of a rank keep to their order; nobody waits for the clock.
 
     `lower_bound_seconds` counts bytes only: the largest of all ports' bytes over their rate, and of local bytes.
     `makespan_seconds` counts messages too, so the efficiency says what short messages cost.
@@ -33,12 +34,6 @@ class Schedule:
     lower_bound_seconds: float
     start_SD: Floats
     nbytes_SD: Ints
-
-    def order(self, target_rank: int) -> list[tuple[int, int]]:
-        """Sources of a target rank in the order of reading, with bytes."""
-        column = self.start_SD[:, target_rank]
-        sources = np.argsort(column, kind="stable")[: np.count_nonzero(~np.isnan(column))]
-        return [(source, int(self.nbytes_SD[source, target_rank])) for source in sources.tolist()]
 
 
 def schedule(

@@ -75,8 +75,9 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Transfers:
-    """All transfers of one target rank in the order of its reads: by bucket, source and offset. `rows` are TRANSFER,
-    their `tensor` an index into `names`."""
+    """All transfers of one target rank in the order of its reads: by bucket, within it by source, that of the schedule
+    first (by number on the relayed route), then by offset. `rows` are TRANSFER, their `tensor` an index into `names`.
+    """
 
     names: tuple[str, ...]
     rows: NDArray[np.void]

@@ -8,7 +8,11 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from reflux_weightplan.expand import Expander
+from reflux_weightplan.mesh import Cut, Mesh, Placement
+from reflux_weightplan.plan import PlanOptions, plan
 from reflux_weightplan.schedule import list_schedule
+from reflux_weightplan.spec import SpecLayout, TensorSpec
 
 
 def bound(seconds: np.ndarray) -> float:
@@ -54,3 +58,15 @@ def test_the_order_of_enumeration_would_be_many_times_slower() -> None:
     check_no_port_does_two_things(seconds, start)
     assert makespan <= 1.02 * bound(seconds)
     assert greedy(seconds, np.ndindex(32, 48)) > 1.5 * bound(seconds)
+
+
+def test_transfers_keep_to_the_schedule_so_that_no_two_ranks_begin_at_one_source() -> None:
+    shape, sharded = (64, 1 << 10), Placement((Cut(0, "f", "chunk"),))
+    tensors = [TensorSpec(f"w{index}", shape, "float32", sharded, index) for index in range(3)]
+    source = SpecLayout(Mesh((("f", 4),)), tuple(tensors))
+    target = SpecLayout(Mesh((("replica", 4),)), tuple(TensorSpec(each.name, shape, "float32") for each in tensors))
+    made = plan(source, target, PlanOptions(relay="direct"))
+    assert made.schedule is not None
+    orders = [list(dict.fromkeys(Expander(made).transfers(rank).rows["source_rank"].tolist())) for rank in range(4)]
+    assert sorted(order[0] for order in orders) == [0, 1, 2, 3]
+    assert orders == [np.argsort(made.schedule.start_SD[:, rank]).tolist() for rank in range(4)]
