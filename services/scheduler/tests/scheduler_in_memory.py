@@ -15,6 +15,7 @@ from reflux_placement.policy.view import DEFAULT_QUEUE, Queue
 from reflux_placement.room import gpu_indices
 from reflux_placement.topology import Topology
 from reflux_scheduler.backends.base import Backend, Grant, GrantRefused, GrantStatus, NodeCondition
+from reflux_scheduler.book import Book
 from reflux_scheduler.controller import Controller
 from reflux_scheduler.crew import AgentAway, Crew
 from reflux_scheduler.fleet import Fleet, Post, Terms
@@ -72,6 +73,11 @@ class MemoryStore(Store):
 
     async def set_claims(self, text):
         self.claimed = text
+
+
+def a_book(store: Store, ledger: Ledger) -> Book:
+    """A book that tells nobody of changes."""
+    return Book(store, ledger, Metrics(ledger.topology.levels), lambda before, after: None)
 
 
 class Machines(Crew):

@@ -11,6 +11,7 @@ import redis
 from fake_cluster import SPEC, FakeCluster, candidate, until
 from redis.asyncio import Redis
 from redis_gate import RedisGate
+from scheduler_in_memory import a_book
 from scheduler_stack import HANG_SECONDS
 
 from reflux.scheduler.v1 import scheduler_service_pb2 as pb
@@ -19,7 +20,6 @@ from reflux_placement.policy.health import DEFAULT_DAMPING
 from reflux_placement.policy.spares import SpareRule
 from reflux_placement.topology import Node, Resources, build_topology
 from reflux_scheduler import jobs, shapes
-from reflux_scheduler.book import Book
 from reflux_scheduler.controller import Controller
 from reflux_scheduler.crew import Crew
 from reflux_scheduler.errors import NotLeading
@@ -63,10 +63,6 @@ async def store(keys) -> HeldStore:
     return HeldStore(keys)
 
 
-def book_of(store: Store) -> Book:
-    return Book(store, Ledger(TOPOLOGY), Metrics(TOPOLOGY.levels), lambda *_: None)
-
-
 def make(job_id: str):
     return lambda number: Job(job_id, number, SPEC, 1.0)
 
@@ -87,7 +83,7 @@ async def leave(store: HeldStore, call) -> None:
 
 
 async def test_a_job_whose_creator_gives_up_is_known_and_its_number_is_its_own(store):
-    book = book_of(store)
+    book = a_book(store, Ledger(TOPOLOGY))
     await leave(store, book.create("one", make("first")))
     again = await book.create("one", make("again"))
     other = await book.create("two", make("second"))
@@ -96,7 +92,7 @@ async def test_a_job_whose_creator_gives_up_is_known_and_its_number_is_its_own(s
 
 
 async def test_a_change_whose_caller_gives_up_is_made(store):
-    book = book_of(store)
+    book = a_book(store, Ledger(TOPOLOGY))
     await book.create("one", make("first"))
     await leave(store, book.change("first", cancel))
     await until(lambda: book.get("first").final)
@@ -104,7 +100,7 @@ async def test_a_change_whose_caller_gives_up_is_made(store):
 
 
 async def test_a_job_whose_creation_nobody_heard_of_is_found_by_the_request_that_made_it(store):
-    book = book_of(store)
+    book = a_book(store, Ledger(TOPOLOGY))
     store.breaks = True
     with pytest.raises(redis.ConnectionError):
         await book.create("one", make("first"))
@@ -116,7 +112,7 @@ async def test_a_job_whose_creation_nobody_heard_of_is_found_by_the_request_that
 
 
 async def test_a_job_whose_creation_nobody_heard_of_is_found_without_being_asked_for(store):
-    book = book_of(store)
+    book = a_book(store, Ledger(TOPOLOGY))
     store.breaks = True
     with pytest.raises(redis.ConnectionError):
         await book.create("one", make("first"))
@@ -126,7 +122,7 @@ async def test_a_job_whose_creation_nobody_heard_of_is_found_without_being_asked
 
 
 async def test_a_change_whose_outcome_nobody_heard_is_undone_in_the_store_with_its_members(store):
-    book = book_of(store)
+    book = a_book(store, Ledger(TOPOLOGY))
     before = await book.create("one", make("first"))
     status = MemberStatus("learner", 0, "n1")
 
@@ -143,7 +139,7 @@ async def test_a_change_whose_outcome_nobody_heard_is_undone_in_the_store_with_i
 
 
 async def test_what_is_under_way_when_a_reign_ends_is_ended_and_its_caller_sent_to_the_next_leader(store):
-    book = book_of(store)
+    book = a_book(store, Ledger(TOPOLOGY))
     store.answers.clear()
     call = asyncio.create_task(book.create("one", make("first")))
     await asyncio.wait_for(store.written.wait(), HANG_SECONDS)
@@ -153,7 +149,7 @@ async def test_what_is_under_way_when_a_reign_ends_is_ended_and_its_caller_sent_
 
 
 async def test_finished_jobs_that_were_watched_leave_nothing(store):
-    book = book_of(store)
+    book = a_book(store, Ledger(TOPOLOGY))
     for number in range(3):
         job = await book.create(f"r{number}", make(f"j{number}"))
         watching = book.watch(job.id, -1)

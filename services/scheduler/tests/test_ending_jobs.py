@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from scheduler_in_memory import MemoryStore
+from scheduler_in_memory import MemoryStore, a_book
 
 from reflux_placement.gang import Assignment
 from reflux_placement.policy.spares import SpareRule
@@ -19,13 +19,8 @@ from reflux_scheduler.metrics import Metrics
 from reflux_scheduler.nodes import Nodes
 from reflux_scheduler.planner import Planner, Rules
 from reflux_scheduler.spec import JobSpec, RoleTemplate
-from reflux_scheduler.store import Store
 
 NODES = [Node(f"n{n}", Resources(4, 8000), {"rack": "r0"}) for n in range(2)]
-
-
-def a_book(store: Store, ledger: Ledger) -> Book:
-    return Book(store, ledger, Metrics(ledger.topology.levels), lambda before, after: None)
 
 
 async def started(book: Book, ledger: Ledger, name: str, number: int, node: int) -> Job:
