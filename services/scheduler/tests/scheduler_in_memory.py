@@ -182,7 +182,7 @@ class Machines(Crew):
 class InMemory:
     """One reign. `events` of a test go to `controller` and `machines`."""
 
-    def __init__(self, topology: Topology, backend: Backend, store: MemoryStore, **seconds: float) -> None:
+    def __init__(self, topology: Topology, backend: Backend, store: Store, **seconds: float) -> None:
         self.topology, self.backend, self.store = topology, backend, store
         self.fleet = Fleet(Terms(lease_seconds=FOR_EVER, heartbeat_seconds=FOR_EVER), time.monotonic())
         self.machines = Machines(self.fleet, topology)

@@ -11,26 +11,16 @@ import redis
 from fake_cluster import SPEC, FakeCluster, candidate, until
 from redis.asyncio import Redis
 from redis_gate import RedisGate
-from scheduler_in_memory import a_book
+from scheduler_in_memory import InMemory, a_book
 from scheduler_stack import HANG_SECONDS
 
 from reflux.scheduler.v1 import scheduler_service_pb2 as pb
 from reflux_kit.redis import open_redis
-from reflux_placement.policy.health import DEFAULT_DAMPING
-from reflux_placement.policy.spares import SpareRule
 from reflux_placement.topology import Node, Resources, build_topology
 from reflux_scheduler import jobs, shapes
-from reflux_scheduler.controller import Controller
-from reflux_scheduler.crew import Crew
 from reflux_scheduler.errors import NotLeading
-from reflux_scheduler.fleet import Fleet, Terms
-from reflux_scheduler.grants import Grants
 from reflux_scheduler.job import Job, MemberStatus
 from reflux_scheduler.ledger import Ledger
-from reflux_scheduler.main import SchedulerSettings
-from reflux_scheduler.metrics import Metrics
-from reflux_scheduler.nodes import Nodes
-from reflux_scheduler.planner import Rules
 from reflux_scheduler.store import LEADER, Store
 
 LEASE = "1 a:1 a"
@@ -201,12 +191,7 @@ async def test_jobs_are_taken_over_beside_the_renewal_of_the_lease(store, monkey
     threads = []
     real = shapes.fits_ever
     monkeypatch.setattr(shapes, "fits_ever", lambda *words: threads.append(threading.get_ident()) or real(*words))
-    fleet, ledger = Fleet(Terms(), 0.0), Ledger(TOPOLOGY)
-    crew = Crew(fleet, TOPOLOGY, SchedulerSettings())
-    grants = Grants(FakeCluster("n1"), 600, lambda _: None, store.confirm)
-    rules = Rules(queues={}, shared_agents=False)
-    nodes, metrics = Nodes(TOPOLOGY, SpareRule(), DEFAULT_DAMPING), Metrics(TOPOLOGY.levels)
-    controller = Controller(store, ledger, nodes, fleet, crew, grants, rules, metrics, 600)
+    controller = InMemory(TOPOLOGY, FakeCluster("n1"), store).controller
     loading = asyncio.create_task(controller.load())
     turns = 0
     while not loading.done():
