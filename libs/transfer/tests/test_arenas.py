@@ -170,9 +170,10 @@ def test_a_lease_delays_the_next_pull_into_a_buffer(backend: ShmBackend) -> None
     assert replica.live_index == replica.shadow_index == 0
     generation, _ = replica.offer(0)
     replica.lease(generation, "joiner", 60)
-    assert replica.leases(generation) == 1
-    threading.Timer(0.02, replica.release, (generation, "joiner")).start()
+    released = threading.Event()
+    threading.Timer(0.02, lambda: (released.set(), replica.release(generation, "joiner"))).start()
     replica.shadow_region(backend, 20)
+    assert released.is_set()
     with pytest.raises(KeyError):
         replica.lease(generation, "joiner", 60)
 

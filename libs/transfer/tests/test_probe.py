@@ -5,8 +5,8 @@ from prometheus_client import REGISTRY
 
 from reflux_transfer.backends.shm import ShmBackend
 from reflux_transfer.errors import BackendUnavailable, PathTooSlow, TransferError
-from reflux_transfer.probe import measure, probe
-from reflux_transfer.probe.choice import preference
+from reflux_transfer.probe.choice import preference, probe
+from reflux_transfer.probe.self_test import measure
 from reflux_transfer.probe.transports import Transports
 from reflux_transfer.settings import TransferSettings
 

@@ -9,8 +9,7 @@ from prometheus_client import REGISTRY
 from reflux_transfer.backends.base import TransferBackend
 from reflux_transfer.errors import PathTooSlow, PeerGone, WrongHandle
 from reflux_transfer.handles import Scope
-from reflux_transfer.probe import PathBook, measure_pair
-from reflux_transfer.probe.paths import peer_of
+from reflux_transfer.probe.paths import PathBook, measure_pair, peer_of
 from reflux_transfer.registry import open_backend
 from reflux_transfer.settings import TransferSettings
 

@@ -92,20 +92,6 @@ class Layout:
             for start in range(0, slot.nbytes, slice_bytes):
                 yield Piece(slot, start, min(slice_bytes, slot.nbytes - start))
 
-    def differences(self, other: "Layout") -> list[str]:
-        """How `other` differs in names, shapes and dtypes; offsets are free.
-
-        Empty when a swap between them is possible.
-        """
-        found = [f"missing {name}" for name in self.by_name if name not in other.by_name]
-        found += [f"unexpected {name}" for name in other.by_name if name not in self.by_name]
-        for name, mine in self.by_name.items():
-            theirs = other.by_name.get(name)
-            if theirs and (mine.shape, mine.dtype) != (theirs.shape, theirs.dtype):
-                ours = f"{mine.dtype}{list(mine.shape)}"
-                found.append(f"{name} is {theirs.dtype}{list(theirs.shape)} instead of {ours}")
-        return found
-
 
 def _item_bytes(name: str, dtype: str) -> int:
     if dtype not in ITEM_BYTES:

@@ -19,7 +19,6 @@ def offer_to_json(offer: Offer) -> str:
         "version": offer.version,
         "epoch": offer.epoch,
         "kind": offer.kind,
-        "base_epoch": offer.base_epoch,
         "seconds": max(0.0, offer.deadline - time.monotonic()),
         "regions": regions,
         "source": "" if offer.route.same else canonical(offer.route.source).decode(),
@@ -47,7 +46,7 @@ class OfferReader:
         seconds = float(fields["seconds"])
         deadline, route = time.monotonic() + seconds, self._routed(fields["source"])
         version, epoch, kind = int(fields["version"]), int(fields["epoch"]), fields["kind"]
-        return Offer(version, epoch, kind, regions, route, deadline, seconds, int(fields["base_epoch"]))
+        return Offer(version, epoch, kind, regions, route, deadline, seconds)
 
     def _routed(self, source: str) -> Route:
         if self._route is None or source != self._source:

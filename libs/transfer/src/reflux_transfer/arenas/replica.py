@@ -116,12 +116,6 @@ class ReplicaArenas:
                     buffer.leases.pop(holder, None)
             self._changed.notify_all()
 
-    def leases(self, generation: int) -> int:
-        """How many readers hold a generation now."""
-        with self._changed:
-            now = time.monotonic()
-            return sum(end > now for end in self._find(generation).leases.values())
-
     def close(self) -> None:
         """Withdraws what is offered and frees the buffers' registrations; views stay valid."""
         for buffer in self._buffers:

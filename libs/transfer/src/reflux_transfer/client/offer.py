@@ -61,7 +61,6 @@ class Offer:
     route: Route = field(repr=False)
     deadline: float
     seconds: float
-    base_epoch: int = 0
 
     def check(self, scope: Scope) -> None:
         """Raises `WrongHandle` for a region that does not lie in `scope`, for those who hand the offer on."""

@@ -206,7 +206,7 @@ class BrokerSubscriber:
             self._routes[name] = await asyncio.to_thread(Route, source, self._layout, self._rank)
         kind, version = wire.kind_of(event.kind), event.version
         route = self._routes[name]
-        return Offer(version.version, version.epoch, kind, regions, route, deadline, seconds, event.base_epoch)
+        return Offer(version.version, version.epoch, kind, regions, route, deadline, seconds)
 
     async def _commit(self, epoch: int, probe_token_ids: Sequence[int]) -> None:
         prepared, pause_ms = self._prepared, 0.0
