@@ -1,7 +1,7 @@
 """A cluster that gives room as a test says, and candidates for its scheduler; nothing runs."""
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from redis.asyncio import Redis
 from scheduler_stack import HANG_SECONDS
@@ -72,7 +72,8 @@ async def candidate(
     return Candidate(keys, plan, cluster, SchedulerSettings(listen="127.0.0.1:0"))
 
 
-async def until(condition) -> None:
+async def until(condition: Callable[[], object]) -> None:
+    """Waits for something that no message tells."""
     async with asyncio.timeout(HANG_SECONDS):
         while not condition():
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(0.002)

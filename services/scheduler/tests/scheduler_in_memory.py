@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
@@ -225,11 +225,6 @@ class InMemory:
         of nodes that died, and of grants that were given back, would be waited for without end."""
         self.controller._began = float("-inf")
         self.controller.wake()
-
-    async def until(self, condition: Callable[[], bool], seconds: float = 20.0) -> None:
-        async with asyncio.timeout(seconds):
-            while not condition():
-                await asyncio.sleep(0.002)
 
 
 class Exact(FakeCluster):

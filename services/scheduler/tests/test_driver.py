@@ -4,6 +4,7 @@ import time
 from itertools import pairwise
 
 import pytest
+from fake_cluster import until
 from scheduler_in_memory import InMemory, MemoryStore
 
 from reflux_placement.topology import Node, Resources, build_topology
@@ -41,9 +42,9 @@ async def test_a_step_that_fails_is_tried_again_after_longer_and_longer_pauses_a
 
     world.machines.start = fails_at_first
     job = await world.controller.create(spec(1), "one")
-    await world.until(lambda: len(tried_at) == 4)
+    await until(lambda: len(tried_at) == 4)
     assert world.jobs[job.id].message == "held up: KeyError: 'job_id'"
-    await world.until(lambda: world.jobs[job.id].state == "RUNNING")
+    await until(lambda: world.jobs[job.id].state == "RUNNING")
     pauses = [after - before for before, after in pairwise(tried_at)]
     assert all(pause >= 0.01 * 2**count for count, pause in enumerate(pauses)), pauses
 
@@ -57,25 +58,25 @@ async def test_a_member_of_an_earlier_attempt_does_not_keep_a_job_from_ending(wo
         return Heard("i", {report.role_id: report})
 
     job = await world.controller.create(spec(1), "one")
-    await world.until(lambda: world.jobs[job.id].state == "RUNNING")
+    await until(lambda: world.jobs[job.id].state == "RUNNING")
     world.machines.start = does_not_answer
     await world.controller.book.change(job.id, lambda job: jobs.requeue(job, "for the test", time.time()))
-    await world.until(lambda: (world.jobs[job.id].state, world.jobs[job.id].attempt) == ("STARTING", 2))
+    await until(lambda: (world.jobs[job.id].state, world.jobs[job.id].attempt) == ("STARTING", 2))
     world.machines.stop = knows_the_attempt_before
     await world.controller.cancel(job.id)
-    await world.until(lambda: world.jobs[job.id].state == "CANCELLED")
+    await until(lambda: world.jobs[job.id].state == "CANCELLED")
 
 
 async def test_all_members_of_a_large_gang_are_told_to_stop_before_the_end_of_any_is_waited_for(world):
     job = await world.controller.create(spec(130), "one")
-    await world.until(lambda: world.jobs[job.id].state == "RUNNING")
+    await until(lambda: world.jobs[job.id].state == "RUNNING")
     world.machines.slow = True
     await world.controller.cancel(job.id)
     everyone = {f"no wait {job.id}/w/{rank}" for rank in range(130)}
-    await world.until(lambda: everyone <= set(world.machines.told))
+    await until(lambda: everyone <= set(world.machines.told))
     assert len(world.machines.running) == 130
     world.machines.slow = False
     for key in list(world.machines.leaving):
         world.machines.leave(key)
-    await world.until(lambda: world.jobs[job.id].final)
+    await until(lambda: world.jobs[job.id].final)
     assert world.machines.running == {}

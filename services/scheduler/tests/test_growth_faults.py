@@ -4,7 +4,7 @@ import time
 from dataclasses import replace
 
 import pytest
-from fake_cluster import FakeCluster
+from fake_cluster import FakeCluster, until
 from scheduler_in_memory import InMemory, MemoryStore
 
 from reflux_placement.topology import Resources
@@ -69,11 +69,11 @@ def spec(count: int, **fields) -> JobSpec:
 async def test_a_job_that_cannot_grow_runs_on_as_it_is_and_does_not_ask_again_soon(scheduler, later, seconds, said):
     cluster, world = await scheduler(later, "n1", "n2", "n3", **seconds)
     job = await world.controller.create(spec(1, min_count=1, max_count=2), "one")
-    await world.until(lambda: world.jobs[job.id].state == "RUNNING")
+    await until(lambda: world.jobs[job.id].state == "RUNNING")
     world.controller.wake_policy()
-    await world.until(lambda: bool(cluster.more))
+    await until(lambda: bool(cluster.more))
     kept = dict(world.machines.running)
-    await world.until(lambda: world.jobs[job.id].grow_after > 0 and len(world.jobs[job.id].parts) == 1)
+    await until(lambda: world.jobs[job.id].grow_after > 0 and len(world.jobs[job.id].parts) == 1)
     now = world.jobs[job.id]
     (more,) = cluster.more
     said = f"stays smaller: {said.format(id=more.id, node=more.shares[0].node)}"
@@ -89,7 +89,7 @@ async def test_a_job_that_cannot_grow_runs_on_as_it_is_and_does_not_ask_again_so
     cluster.later = "given"
     await world.controller.book.change(job.id, lambda job: replace(job, grow_after=time.time() - 1))
     world.controller.wake_policy()
-    await world.until(lambda: len(world.machines.running) == 2)
+    await until(lambda: len(world.machines.running) == 2)
     assert kept.items() <= world.machines.running.items()
 
 
@@ -97,19 +97,19 @@ async def test_a_job_that_cannot_grow_runs_on_as_it_is_and_does_not_ask_again_so
 async def test_a_gang_whose_replacement_is_not_given_goes_back_into_the_queue(scheduler, later):
     cluster, world = await scheduler(later, "n1", "n2", "n3", grant_seconds=1.0)
     job = await world.controller.create(spec(2), "one")
-    await world.until(lambda: world.jobs[job.id].state == "RUNNING")
+    await until(lambda: world.jobs[job.id].state == "RUNNING")
     (first,) = cluster.asked[-1:]
     lost = first.shares[0].node
     world.machines.lose((lost, first.id))
     cluster.given[first.id] = replace(cluster.given[first.id], lost_nodes=(lost,))
     world.fleet.registrations += 1
     world.controller.wake()
-    await world.until(lambda: any(event.kind == "requeued" for event in world.jobs[job.id].events))
+    await until(lambda: any(event.kind == "requeued" for event in world.jobs[job.id].events))
     told = [event.text for event in world.jobs[job.id].events if event.kind == "requeued"][-1]
     assert told.startswith(
         "the cluster refuses its room" if later == "refused" else "the cluster did not give its room"
     )
-    await world.until(lambda: len(cluster.more) > 1)
+    await until(lambda: len(cluster.more) > 1)
     assert {share.node for share in cluster.more[0].shares} | {lost} <= {"n1", "n2", "n3"}
     assert not world.machines.running
 

@@ -8,6 +8,7 @@ import time
 import grpc
 import pytest
 import redis
+from fake_cluster import until
 from redis.asyncio import Redis
 from scheduler_stack import HANG_SECONDS, Client, alive, free_port
 
@@ -84,9 +85,7 @@ class Cut:
 
 async def until_ended(leader: Leadership) -> float:
     """When a leader stopped to believe that it leads."""
-    async with asyncio.timeout(HANG_SECONDS):
-        while leader.holds:
-            await asyncio.sleep(0.01)
+    await until(lambda: not leader.holds)
     return time.monotonic()
 
 
@@ -99,9 +98,7 @@ async def test_a_leader_without_redis_goes_on_for_a_while_and_then_no_more(keys)
         lease_over = leader._expires
         assert await until_ended(leader) >= lease_over + 0.5
         cut.is_cut = False
-        async with asyncio.timeout(HANG_SECONDS):
-            while not leader.holds:
-                await asyncio.sleep(0.01)
+        await until(lambda: leader.holds)
         assert reign.leases.empty(), "nobody else has led: the reign goes on"
 
 
@@ -112,9 +109,7 @@ async def test_a_leader_without_redis_that_knows_of_another_one_stops_at_the_end
         await reign.next()
         later = Reigns()
         await stack.enter_async_context(other.campaigning(later))
-        async with asyncio.timeout(HANG_SECONDS):
-            while not leader._rival:
-                await asyncio.sleep(0.01)
+        await until(lambda: leader._rival)
         cut.is_cut = True
         await until_ended(leader)
         await later.next()

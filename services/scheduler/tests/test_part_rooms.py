@@ -3,6 +3,7 @@
 from collections.abc import AsyncIterator
 
 import pytest
+from fake_cluster import until
 from scheduler_in_memory import Exact, InMemory, MemoryStore
 
 from reflux_placement.topology import Resources
@@ -36,7 +37,7 @@ async def until_runs(world: InMemory, job: str, members: int) -> Job:
         here = [label for _, label in world.machines.running if label.startswith(job)]
         return world.jobs[job].state == "RUNNING" and world.jobs[job].num_members == len(here) == members
 
-    await world.until(runs)
+    await until(runs)
     return world.jobs[job]
 
 
@@ -61,12 +62,12 @@ async def test_nobody_is_placed_where_a_grant_still_holds_room_that_its_member_h
     left = nodes_of(await until_runs(world, job, 2))[0]
     await world.controller.drain(left, "a test")
     await world.controller.saved(job)
-    await world.until(lambda: left not in nodes_of(world.jobs[job]))
+    await until(lambda: left not in nodes_of(world.jobs[job]))
     await until_runs(world, job, 2)
     await world.controller.drain(left, None)
     await until_runs(world, await create(world, 1), 1)
     late = await create(world, 1)
-    await world.until(lambda: world.jobs[late].message.startswith("waits"))
+    await until(lambda: world.jobs[late].message.startswith("waits"))
     assert world.jobs[late].state == "PENDING"
     assert [seat.node for seat in world.jobs[job].stranded] == [left]
     await world.controller.cancel(job)
@@ -78,7 +79,7 @@ async def test_a_scheduler_that_starts_knows_which_room_is_still_held(world):
     left = nodes_of(await until_runs(world, job, 2))[0]
     await world.controller.drain(left, "a test")
     await world.controller.saved(job)
-    await world.until(lambda: bool(world.jobs[job].stranded))
+    await until(lambda: bool(world.jobs[job].stranded))
     after = InMemory(world.topology, world.backend, world.store)
     await after.controller.load()
     assert after.ledger.room.free_NR[:, 0].tolist() == world.ledger.room.free_NR[:, 0].tolist()

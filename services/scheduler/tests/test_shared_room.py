@@ -6,6 +6,7 @@ import time
 
 import numpy as np
 import pytest
+from fake_cluster import until
 from scheduler_in_memory import Exact, InMemory, MemoryStore
 
 from reflux_placement.gang import Assignment
@@ -199,7 +200,7 @@ class History:
         for node in self.nodes:
             await self.world.controller.drain(node, None)
         self.world.forget_absent_agents()
-        await self.world.until(self.at_rest)
+        await until(self.at_rest)
 
 
 async def run_history(seed: int, events: int, cluster: Exact | None = None) -> None:
@@ -224,13 +225,13 @@ async def end_all(history: History) -> None:
     world = history.world
     for job in list(world.jobs.values()):
         await world.controller.cancel(job.id)
-    await world.until(lambda: all(job.final for job in world.jobs.values()))
+    await until(lambda: all(job.final for job in world.jobs.values()))
     assert world.machines.running == {}
     # A cycle that was about to place one of them takes its booking back.
-    await world.until(lambda: not world.ledger.planned)
+    await until(lambda: not world.ledger.planned)
     assert (world.ledger.room.free_NR == history.here.capacity_NR).all()
     if history.cluster is not None:
-        await world.until(lambda: not history.cluster.given)
+        await until(lambda: not history.cluster.given)
     assert world.machines.faults == []
 
 
