@@ -1,5 +1,6 @@
 """Room for growth or for a replacement that the cluster does not give: no gang is stopped because it got no more."""
 
+import contextlib
 import time
 from dataclasses import replace
 
@@ -40,17 +41,14 @@ class Stingy(FakeCluster):
 
 @pytest.fixture
 async def scheduler():
-    worlds = []
+    async with contextlib.AsyncExitStack() as stack:
 
-    async def start(later: str, *nodes: str, **seconds: float):
-        cluster = Stingy(*nodes, later=later)
-        cluster.world = InMemory(await cluster.discover(), cluster, MemoryStore(), **seconds)
-        worlds.append(cluster.world.running())
-        return cluster, await worlds[-1].__aenter__()
+        async def start(later: str, *nodes: str, **seconds: float):
+            cluster = Stingy(*nodes, later=later)
+            cluster.world = InMemory(await cluster.discover(), cluster, MemoryStore(), **seconds)
+            return cluster, await stack.enter_async_context(cluster.world.running())
 
-    yield start
-    for world in worlds:
-        await world.__aexit__(None, None, None)
+        yield start
 
 
 def spec(count: int, **fields) -> JobSpec:
