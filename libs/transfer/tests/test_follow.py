@@ -291,6 +291,21 @@ def test_sources_are_given_once_and_all_of_them(arenas: PublisherArenas, backend
         follow(backend, [source, source], local, [], deadline_seconds=9)
 
 
+def test_sources_have_their_turns_in_the_order_of_the_transfers(backend: WatchedShm) -> None:
+    """Both sources are damaged; the error names the tensor of the one that was read first."""
+    sources = []
+    for rank, name in enumerate("ab"):
+        arenas = PublisherArenas(backend, Layout.from_shapes({name: ([100], "uint8")}))
+        with arenas.begin() as staging:
+            staging.write({name: np.ones(100, np.uint8)})
+        arenas.view(1)[9] ^= 1
+        sources.append(RemoteSource(backend.open(staging.offer()), 1, rank))
+    local, moves = backend.allocate(200), [WholeTensor("a", 0, 0, 100), WholeTensor("b", 0, 100, 100, source_rank=1)]
+    for ordered, first in ((moves, "a"), (moves[::-1], "b")):
+        with pytest.raises(ChecksumMismatch, match=f"mismatch in {first}"):
+            follow(backend, sources, local, ordered, deadline_seconds=9)
+
+
 def test_tensors_may_lie_elsewhere_at_the_target(arenas: PublisherArenas, backend: WatchedShm) -> None:
     staging = arenas.begin()
     staging.write(tensors(1))
@@ -318,7 +333,7 @@ def test_what_lies_between_two_pieces_is_kept(backend: WatchedShm) -> None:
     moves = [WholeTensor(name, at, at, 100, source_rank=1) for name, at in (("a", 0), ("c", 512))]
     follow(backend, [second], local, moves, deadline_seconds=9)
     assert bytes(local.view) == bytes([5]) * 100 + bytes([7]) * 412 + bytes([5]) * 100
-    follow(backend, [first, second], local, [*moves, WholeTensor("b", 0, 100, 412)], deadline_seconds=9)
+    follow(backend, [first, second], local, [WholeTensor("b", 0, 100, 412), *moves], deadline_seconds=9)
     assert bytes(local.view) == bytes([5]) * 100 + bytes([9]) * 412 + bytes([5]) * 100
 
 
@@ -331,7 +346,7 @@ def test_alignment_gaps_of_one_source_are_another_ones_bytes(backend: WatchedShm
     local = backend.allocate(356)
     first, second = (RemoteSource(backend.open(each.offer()), 1, rank) for rank, each in enumerate((other, staging)))
     moves = [WholeTensor(name, at, at, 100, source_rank=1) for name, at in (("a", 0), ("c", 256))]
-    follow(backend, [first, second], local, [*moves, WholeTensor("b", 0, 100, 156)], deadline_seconds=9)
+    follow(backend, [first, second], local, [WholeTensor("b", 0, 100, 156), *moves], deadline_seconds=9)
     assert bytes(local.view) == bytes([5]) * 100 + bytes([9]) * 156 + bytes([5]) * 100
 
 

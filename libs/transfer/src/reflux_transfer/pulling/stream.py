@@ -30,7 +30,7 @@ def follow(
 
     `local` is this rank's tensors area, of which gaps below 256 bytes between tensors may be overwritten; `plan_hash`
     names the plan that packed transfers come from. All ranks of the version are to be given, also those that nothing is
-    read from: its fingerprint is made of theirs.
+    read from: its fingerprint is made of theirs. Sources have their turns in the order of the transfers.
 
     Raises `GenerationGone`, `ChecksumMismatch` naming the tensor, `PlanNotStaged` before it has written anything,
     `ReadCancelled` soon after `cancelled()` turns true, `LayoutError` for transfers that do not fit a source, and what
@@ -49,7 +49,8 @@ def follow(
             mine, alone = by_rank[remote.rank], len(remotes) == 1
             pulls.append(RankPull(backend, reader, local, mine, plan_hash=plan_hash, only_source=alone))
             opened.callback(pulls[-1].close)
-        _run(pulls, cancelled)
+        turns = {rank: turn for turn, rank in enumerate(dict.fromkeys(move.source_rank for move in moves))}
+        _run(sorted(pulls, key=lambda pull: turns.get(pull.reader.rank, len(turns))), cancelled)
     return _report(pulls, moves, time.monotonic() - start)
 
 
