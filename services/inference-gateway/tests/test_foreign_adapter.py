@@ -46,7 +46,7 @@ class FakeSink(WeightSink):
     async def open(self, layout) -> None: ...
 
     async def receive(self, offer, cancelled) -> PullReport:
-        return PullReport(1, 1, 0.0, 0.0, 7)
+        return PullReport(1, 1, 0.0, 7)
 
     async def commit(self, version: int, epoch: int) -> float:
         self.begun.set()

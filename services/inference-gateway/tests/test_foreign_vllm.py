@@ -67,7 +67,7 @@ async def sink_of(fake: FakeVllm) -> AsyncIterator[VllmSink]:
 
 
 def ready(fingerprint: str = "00000000000000ff", **more: object) -> dict[str, Any]:
-    took = {"bytes": 12, "slices": 1, "seconds": 0.5, "read_seconds": 0.4}
+    took = {"bytes": 12, "slices": 1, "seconds": 0.5}
     return {"state": "ready", "epoch": OFFER.epoch, "fingerprint": fingerprint, **took, **more}
 
 

@@ -80,7 +80,6 @@ class Puller:
             status = {"state": "failed", "epoch": offer.epoch, "error": f"{type(error).__name__}: {error}"}
         else:
             took = {"bytes": report.bytes, "slices": report.slices, "seconds": report.seconds}
-            took["read_seconds"] = report.read_seconds
             status = {"state": "ready", "epoch": offer.epoch, **took, "fingerprint": f"{report.fingerprint:016x}"}
         if not cancelled.is_set():
             self._status = status

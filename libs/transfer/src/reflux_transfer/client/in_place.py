@@ -15,7 +15,7 @@ from reflux_transfer.modes import Mode
 from reflux_transfer.probe.paths import PathBook
 from reflux_transfer.pulling.report import PullReport
 
-_NOTHING = PullReport(0, 0, 0.0, 0.0, 0)
+_NOTHING = PullReport(0, 0, 0.0, 0)
 _LEASE_SECONDS = 5.0
 
 

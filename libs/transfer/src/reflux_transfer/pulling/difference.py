@@ -63,9 +63,7 @@ def follow_delta(
             checksums = _verified(reader, local, layout, check)
             reader.refresh()  # the generation was the same until the end
             seconds, version = time.monotonic() - start, version_of([header])
-            return PullReport(
-                header.delta_bytes, len(checksums), seconds, reader.seconds, version, header.slice_bytes, checksums
-            )
+            return PullReport(header.delta_bytes, len(checksums), seconds, version, header.slice_bytes, checksums)
     left = deadline_seconds - (time.monotonic() - start)
     return follow(backend, [remote], local, whole(layout), deadline_seconds=left, cancelled=cancelled)
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class PullReport:
-    """What a pull moved. `read_seconds` is the transport's share of `seconds`; the rest is verification and waiting.
+    """What a pull moved, and how long it took with verification and waiting.
 
     `fingerprint` is that of the whole version: of the one source, or the tree over all sources in the order of ranks.
     `bytes` counts what was read from tensors, `slices` the checksums that were compared. `checksums` has those of all
@@ -15,7 +15,6 @@ class PullReport:
     bytes: int
     slices: int
     seconds: float
-    read_seconds: float
     fingerprint: int
     slice_bytes: int = 0
     checksums: tuple[int, ...] = ()

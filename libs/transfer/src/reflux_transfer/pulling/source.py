@@ -31,7 +31,7 @@ class ArenaReader:
     """Reads one source until a monotonic time `end`. Every method raises what `TransferBackend.read` raises."""
 
     def __init__(self, backend: TransferBackend, source: RemoteSource, end: float) -> None:
-        self.rank, self.seconds = source.rank, 0.0
+        self.rank = source.rank
         self.reaching = "the header of the source"
         """What is waited for, for the text of a deadline."""
         self._backend, self._source, self._end = backend, source, end
@@ -90,15 +90,11 @@ class ArenaReader:
 
     def read(self, remote_offset: int, local: LocalRegion, local_offset: int, length: int) -> None:
         """One read, until the end of the pull at most."""
-        before, seconds = time.monotonic(), self.left()
-        self._backend.read(self._source.region, remote_offset, local, local_offset, length, seconds)
-        self.seconds += time.monotonic() - before
+        self._backend.read(self._source.region, remote_offset, local, local_offset, length, self.left())
 
     def read_runs(self, local: LocalRegion, runs: Sequence[Run]) -> None:
         """Many reads, in few requests where the backend can."""
-        before, seconds = time.monotonic(), self.left()
-        self._backend.read_runs(self._source.region, local, runs, seconds)
-        self.seconds += time.monotonic() - before
+        self._backend.read_runs(self._source.region, local, runs, self.left())
 
     def _look(self) -> Header:
         """The header as it is now. Raises `GenerationGone`."""

@@ -78,7 +78,6 @@ def _report(pulls: Sequence[RankPull], moves: Sequence[Move], seconds: float) ->
         sum(pull.bytes for pull in pulls),
         sum(pull.slices for pull in pulls),
         seconds,
-        sum(pull.reader.seconds for pull in pulls),
         version_of(headers),
         headers[0].slice_bytes if whole else 0,
         tuple(pulls[0].reader.checksums[: headers[0].pieces].tolist()) if whole else (),

@@ -98,4 +98,4 @@ def _together(statuses: list[dict[str, Any]], epoch: int) -> PullReport:
     slowest = max(statuses, key=lambda status: status["seconds"])
     total = sum(status["bytes"] for status in statuses)
     fingerprint = int(slowest["fingerprint"], 16)
-    return PullReport(total, slowest["slices"], slowest["seconds"], slowest["read_seconds"], fingerprint)
+    return PullReport(total, slowest["slices"], slowest["seconds"], fingerprint)
