@@ -5,7 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reflux_transfer.errors import LayoutError
-from reflux_transfer.layout import ALIGNMENT_BYTES, ITEM_BYTES, Layout, TensorSlot
+from reflux_transfer.layout import Layout, TensorSlot
+from reflux_weightplan.dtypes import ITEM_BYTES
+from reflux_weightplan.sides import ALIGNMENT_BYTES
 
 SHAPES = st.dictionaries(
     st.text("abc.", min_size=1, max_size=6),

@@ -25,9 +25,10 @@ from reflux_transfer.client.swap import SwapReceiver
 from reflux_transfer.client.wire import RETRY
 from reflux_transfer.errors import TransferError
 from reflux_transfer.handles import Scope
-from reflux_transfer.layout import ITEM_BYTES, Layout
+from reflux_transfer.layout import Layout
 from reflux_transfer.registry import open_backend
 from reflux_weight_broker import main as broker_main
+from reflux_weightplan.dtypes import ITEM_BYTES
 
 MODEL = "runs/r1"
 SHAPES = {"embed.weight": ([3000, 700], "float32"), "norm.weight": ([700], "float32"), "half": ([33], "bfloat16")}

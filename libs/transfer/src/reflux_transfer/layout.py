@@ -8,10 +8,13 @@ from functools import cached_property
 from typing import Self
 
 from reflux_transfer.errors import LayoutError
-from reflux_weightplan.dtypes import ITEM_BYTES
+from reflux_weightplan.dtypes import item_bytes
+from reflux_weightplan.errors import LayoutRefused
+from reflux_weightplan.sides import ALIGNMENT_BYTES
+from reflux_weightplan.templates import PIECE_BYTES
 
-ALIGNMENT_BYTES = 256
-SLICE_BYTES = 4 << 20
+SLICE_BYTES = PIECE_BYTES
+"""Plans cut tensors where layouts do, so that most of what they move has a checksum of its own."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +69,7 @@ class Layout:
         for name, (shape, dtype) in shapes.items():
             nbytes = math.prod(shape) * _item_bytes(name, dtype)
             slots.append(TensorSlot(name, tuple(int(size) for size in shape), dtype, offset, nbytes))
-            offset += -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+            offset += aligned(nbytes)
         return cls(tuple(slots))
 
     @cached_property
@@ -93,10 +96,16 @@ class Layout:
                 yield Piece(slot, start, min(slice_bytes, slot.nbytes - start))
 
 
+def aligned(count: int) -> int:
+    """The next multiple of `ALIGNMENT_BYTES`."""
+    return -(-count // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
 def _item_bytes(name: str, dtype: str) -> int:
-    if dtype not in ITEM_BYTES:
-        raise LayoutError(f"tensor {name} has dtype {dtype!r}; known are {', '.join(ITEM_BYTES)}")
-    return ITEM_BYTES[dtype]
+    try:
+        return item_bytes(name, dtype)
+    except LayoutRefused as error:
+        raise LayoutError(str(error)) from None
 
 
 def _check_slot(slot: TensorSlot) -> None:

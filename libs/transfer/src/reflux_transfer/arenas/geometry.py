@@ -8,7 +8,7 @@ from functools import cached_property
 import numpy as np
 
 from reflux_transfer.errors import LayoutError
-from reflux_transfer.layout import ALIGNMENT_BYTES, SLICE_BYTES, Layout, Piece, TensorSlot
+from reflux_transfer.layout import SLICE_BYTES, Layout, Piece, TensorSlot, aligned
 
 HEADER_BYTES = 4096
 ROW_WORDS = 5
@@ -87,7 +87,7 @@ class Geometry:
     @cached_property
     def pack_bases(self) -> tuple[int, ...]:
         """Where the share of each packing begins in the pack area."""
-        sizes = [_aligned(packing.pack_bytes) for packing in self.packings]
+        sizes = [aligned(packing.pack_bytes) for packing in self.packings]
         return tuple(itertools.accumulate(sizes, initial=0))[:-1]
 
     @cached_property
@@ -134,12 +134,12 @@ class Geometry:
     @cached_property
     def pack_offset(self) -> int:
         """Where packed runs begin."""
-        return _aligned(self.rows_offset + self.rows.nbytes)
+        return aligned(self.rows_offset + self.rows.nbytes)
 
     @cached_property
     def delta_offset(self) -> int:
         """Where an encoded delta begins."""
-        return self.pack_offset + sum(_aligned(packing.pack_bytes) for packing in self.packings)
+        return self.pack_offset + sum(aligned(packing.pack_bytes) for packing in self.packings)
 
     @cached_property
     def tensors_offset(self) -> int:
@@ -172,7 +172,3 @@ class Geometry:
         for index, piece in enumerate(self.pieces):
             first.setdefault(piece.slot.name, index)
         return first
-
-
-def _aligned(count: int) -> int:
-    return -(-count // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

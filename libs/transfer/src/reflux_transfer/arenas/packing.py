@@ -7,7 +7,8 @@ import numpy as np
 import xxhash
 
 from reflux_transfer.arenas.geometry import NOT_PACKED, Extra, Gather, Packing
-from reflux_transfer.layout import ITEM_BYTES, SLICE_BYTES, Layout, TensorSlot
+from reflux_transfer.layout import SLICE_BYTES, Layout, TensorSlot
+from reflux_weightplan.dtypes import ITEM_BYTES
 
 if TYPE_CHECKING:
     from reflux_weightplan.sides import Side

@@ -18,7 +18,8 @@ from reflux_transfer.arenas.header import OwnedHeader
 from reflux_transfer.delta.codec import Encoded, encode
 from reflux_transfer.errors import LayoutError
 from reflux_transfer.handles import ANYWHERE, Scope
-from reflux_transfer.layout import ITEM_BYTES, TensorSlot
+from reflux_transfer.layout import TensorSlot
+from reflux_weightplan.dtypes import ITEM_BYTES
 
 Cast = Callable[[Any, memoryview], None]
 """Writes a tensor, or a flat part of it, into its place; the place has the layout's dtype."""

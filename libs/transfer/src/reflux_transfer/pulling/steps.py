@@ -8,8 +8,8 @@ import numpy as np
 
 from reflux_transfer.arenas.geometry import NOT_PACKED
 from reflux_transfer.errors import LayoutError, PlanNotStaged
-from reflux_transfer.layout import ALIGNMENT_BYTES
 from reflux_transfer.pulling.whole import Move
+from reflux_weightplan.sides import ALIGNMENT_BYTES
 
 
 @dataclass(slots=True)
