@@ -70,8 +70,8 @@ class SpecLayout:
     def _check_placement(self, tensor: TensorSpec) -> None:
         sizes = dict(self.mesh.axes)
         for cut in tensor.placement.cuts:
-            if not 0 <= cut.dim < len(tensor.shape) or cut.unit < 1:
-                raise LayoutRefused(f"tensor {tensor.name} has no dimension {cut.dim} to cut in units of {cut.unit}")
+            if cut.dim >= len(tensor.shape):
+                raise LayoutRefused(f"tensor {tensor.name} has no dimension {cut.dim} to cut")
             self.mesh.flattened(cut.axis)
         for axis, coordinate in tensor.placement.pinned:
             if not 0 <= coordinate < sizes.get(axis, 0):
