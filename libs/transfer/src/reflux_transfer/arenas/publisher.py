@@ -8,6 +8,7 @@ from functools import partial
 
 from reflux_transfer.arenas.geometry import Geometry, Packing
 from reflux_transfer.arenas.header import OwnedHeader
+from reflux_transfer.arenas.leases import Leases
 from reflux_transfer.arenas.staging import Staging
 from reflux_transfer.backends.base import TransferBackend
 from reflux_transfer.errors import ArenasBusy
@@ -23,11 +24,7 @@ class _Arena:
     header: OwnedHeader
     generation: int = 0
     staging: bool = False
-    leases: dict[str, float] = field(default_factory=dict)
-    """Holder -> monotonic time at which its lease ends."""
-
-    def holders(self, now: float) -> list[str]:
-        return [holder for holder, end in self.leases.items() if end > now]
+    leases: Leases = field(default_factory=Leases)
 
 
 class PublisherArenas:
@@ -36,8 +33,7 @@ class PublisherArenas:
     An arena is free when nobody holds a lease on it. The generation that was pinned last (the committed one) stays
     readable for late joiners until another is pinned, so that at most one sync can be under way: begin, write, lease,
     pin or release. All methods may be called from any thread. `packings` are the plans of readers with other layouts
-    (see `arenas.packing`);
-    `delta_share` is the room for deltas beside the weights, in parts of their size.
+    (see `arenas.packing`); `delta_share` is the room for deltas beside the weights, in parts of their size.
     """
 
     def __init__(
@@ -79,14 +75,14 @@ class PublisherArenas:
     def lease(self, generation: int, holder: str, seconds: float) -> None:
         """Keeps a generation readable for `seconds`, or until `release`. Raises `KeyError` when it is gone."""
         with self._changed:
-            self._find(generation).leases[holder] = time.monotonic() + seconds
+            self._find(generation).leases.grant(holder, time.monotonic() + seconds)
 
     def release(self, generation: int, holder: str) -> None:
         """Ends a lease; unknown ones are ignored, they may have expired."""
         with self._changed:
             for arena in self._arenas:
                 if arena.generation == generation:
-                    arena.leases.pop(holder, None)
+                    arena.leases.release(holder)
             self._changed.notify_all()
 
     def pin(self, generation: int) -> None:
@@ -94,8 +90,8 @@ class PublisherArenas:
         with self._changed:
             chosen = self._find(generation)
             for arena in self._arenas:
-                arena.leases.pop(_COMMITTED, None)
-            chosen.leases[_COMMITTED] = float("inf")
+                arena.leases.release(_COMMITTED)
+            chosen.leases.grant(_COMMITTED, float("inf"))
             self._changed.notify_all()
 
     def view(self, generation: int) -> memoryview:
@@ -124,13 +120,12 @@ class PublisherArenas:
         with self._changed:
             while True:
                 now = time.monotonic()
-                if free := [arena for arena in self._arenas if not arena.staging and not arena.holders(now)]:
+                if free := [arena for arena in self._arenas if not arena.staging and not arena.leases.holders(now)]:
                     break
                 if now >= end:
-                    holders = sorted({holder for arena in self._arenas for holder in arena.holders(now)})
+                    holders = sorted({holder for arena in self._arenas for holder in arena.leases.holders(now)})
                     raise ArenasBusy(f"both arenas are in use by {', '.join(holders) or 'another stage'}")
-                expiries = [arena.leases[holder] for arena in self._arenas for holder in arena.holders(now)]
-                self._changed.wait(min([end, *expiries]) - now)
+                self._changed.wait(min(end, *(arena.leases.next_end(now) for arena in self._arenas)) - now)
             arena = min(free, key=lambda arena: arena.generation)
             self._generation += 1
             arena.generation, arena.staging = self._generation, True

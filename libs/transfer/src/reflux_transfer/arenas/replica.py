@@ -9,6 +9,7 @@ from typing import Literal
 from reflux_transfer import fingerprint
 from reflux_transfer.arenas.geometry import Geometry
 from reflux_transfer.arenas.header import OwnedHeader, State
+from reflux_transfer.arenas.leases import Leases
 from reflux_transfer.backends.base import TransferBackend
 from reflux_transfer.handles import ANYWHERE, Scope
 from reflux_transfer.layout import SLICE_BYTES, Layout
@@ -22,7 +23,7 @@ class _Buffer:
     header: OwnedHeader
     tensors: memoryview
     registered: dict[TransferBackend, LocalRegion] = field(default_factory=dict)
-    leases: dict[str, float] = field(default_factory=dict)
+    leases: Leases = field(default_factory=Leases)
 
 
 class ReplicaArenas:
@@ -106,14 +107,14 @@ class ReplicaArenas:
     def lease(self, generation: int, holder: str, seconds: float) -> None:
         """A reader is on its way: a pull into the buffer waits for it. Raises `KeyError` when it is gone."""
         with self._changed:
-            self._find(generation).leases[holder] = time.monotonic() + seconds
+            self._find(generation).leases.grant(holder, time.monotonic() + seconds)
 
     def release(self, generation: int, holder: str) -> None:
         """Ends a lease; unknown ones are ignored."""
         with self._changed:
             for buffer in self._buffers:
                 if buffer.header.generation == generation:
-                    buffer.leases.pop(holder, None)
+                    buffer.leases.release(holder)
             self._changed.notify_all()
 
     def close(self) -> None:
@@ -133,11 +134,8 @@ class ReplicaArenas:
 
     def _withdraw(self, buffer: _Buffer, end: float) -> None:
         with self._changed:
-            while live := [expiry for expiry in buffer.leases.values() if expiry > time.monotonic()]:
-                now = time.monotonic()
-                if now >= end:
-                    break
-                self._changed.wait(min(end, *live) - now)
+            while (now := time.monotonic()) < end and buffer.leases.holders(now):
+                self._changed.wait(min(end, buffer.leases.next_end(now)) - now)
             buffer.leases.clear()
             if buffer.header.state == State.SEALED:
                 buffer.header.withdraw("the replica takes the next version")
