@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, Literal, Protocol, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import numpy as np
 import xxhash
@@ -21,24 +21,11 @@ from reflux_transfer.handles import ANYWHERE, Scope
 from reflux_transfer.layout import TensorSlot
 from reflux_weightplan.dtypes import ITEM_BYTES
 
+if TYPE_CHECKING:
+    from reflux_transfer.arenas.publisher import PublisherArenas
+
 Cast = Callable[[Any, memoryview], None]
 """Writes a tensor, or a flat part of it, into its place; the place has the layout's dtype."""
-
-
-class Owner(Protocol):
-    """Who lent the arena: is told how the staging ended, and knows the weights of other generations."""
-
-    def staged(self, generation: int, complete: bool) -> None:
-        """The arena may be read (complete) or claimed again."""
-        ...
-
-    def view(self, generation: int) -> memoryview:
-        """The tensors of a generation. Raises `KeyError` when it is gone."""
-        ...
-
-    def fingerprint(self, generation: int) -> int:
-        """That of its tensors. Raises `KeyError` when it is gone."""
-        ...
 
 
 def copy(part: Any, place: memoryview) -> None:
@@ -58,7 +45,7 @@ class Staging:
 
     def __init__(
         self,
-        owner: Owner,
+        owner: "PublisherArenas",
         header: OwnedHeader,
         geometry: Geometry,
         view: memoryview,
