@@ -13,7 +13,7 @@ from reflux_transfer.backends.base import TransferBackend
 from reflux_transfer.backends.ucx_lanes import Connection
 from reflux_transfer.errors import PeerGone, RegionBusy, RegionClosed, WrongHandle
 from reflux_transfer.peer import PeerWatch
-from reflux_transfer.regions import RemoteRegion
+from reflux_transfer.regions import LocalRegion, RemoteRegion
 from reflux_transfer.registry import open_backend
 
 
@@ -91,8 +91,7 @@ def test_a_read_that_succeeds_has_read_before_the_withdrawal(backend: TransferBa
     handle = owner.handle
     locals_ = [backend.allocate(SIZE) for _ in range(2)]
 
-    def until_gone(index: int) -> int | None:
-        local, remote = locals_[index], backend.open(handle)
+    def until_gone(remote: RemoteRegion, local: LocalRegion) -> int | None:
         while True:
             try:
                 backend.read(remote, 0, local, 0, SIZE, 30.0)
@@ -105,7 +104,8 @@ def test_a_read_that_succeeds_has_read_before_the_withdrawal(backend: TransferBa
     for _ in range(3):
         started = threading.Semaphore(0)
         with ThreadPoolExecutor(2) as pool:
-            results = [pool.submit(until_gone, index) for index in range(2)]
+            # Opened here: a reader that first opens after the withdrawal finds nothing, which is no read.
+            results = [pool.submit(until_gone, backend.open(handle), local) for local in locals_]
             assert started.acquire(timeout=60)
             handle = owner.reuse()
             assert [result.result(timeout=60) for result in results] == [None, None]
