@@ -9,7 +9,7 @@ from reflux_inference_gateway.fleet import Fleet, FleetPaused
 from reflux_inference_gateway.replicas import ReplicaInfo, ReplicaTable, State
 from reflux_inference_gateway.retry import Attempts
 from reflux_inference_gateway.routing import POLICIES
-from reflux_inference_gateway.routing.base import Candidate
+from reflux_inference_gateway.routing.base import Ask, Candidate
 from reflux_inference_gateway.routing.least_loaded import LeastLoaded
 from reflux_inference_gateway.routing.round_robin import RoundRobin
 from reflux_inference_gateway.wire import info_message, parse_replica
@@ -27,13 +27,13 @@ def candidates(loads):
 @given(LOADS, st.sampled_from(sorted(POLICIES)))
 def test_every_policy_picks_one_of_the_candidates(loads, name):
     fleet = candidates(loads)
-    assert POLICIES[name]().choose(fleet) in {one.name for one in fleet}
+    assert POLICIES[name]().choose(fleet, Ask()) in {one.name for one in fleet}
 
 
 @given(LOADS)
 def test_least_loaded_never_takes_a_busier_replica(loads):
     fleet = candidates(loads)
-    chosen = LeastLoaded().choose(fleet)
+    chosen = LeastLoaded().choose(fleet, Ask())
     least = min(one.inflight_tokens for one in fleet)
     assert next(one for one in fleet if one.name == chosen).inflight_tokens == least
 
@@ -44,7 +44,7 @@ def test_a_burst_without_answers_spreads_within_one_request(replicas, sizes):
     for number in range(replicas):
         table.register(info(f"replicas/{number}"), 0.0)
     for size in sizes:
-        chosen = LeastLoaded().choose([entry.candidate() for entry in table.routable("m")])
+        chosen = LeastLoaded().choose([entry.candidate() for entry in table.routable("m")], Ask())
         table.dispatched(chosen, size)
     loads = [entry.inflight_tokens for entry in table.entries()]
     assert max(loads) - min(loads) <= max(sizes)
@@ -55,7 +55,7 @@ def test_idle_replicas_share_single_requests():
     for number in range(3):
         table.register(info(f"replicas/{number}"), 0.0)
     for _ in range(9):
-        chosen = LeastLoaded().choose([entry.candidate() for entry in table.routable("m")])
+        chosen = LeastLoaded().choose([entry.candidate() for entry in table.routable("m")], Ask())
         table.dispatched(chosen, 10)
         table.answered(chosen, 10)
     assert [entry.dispatched for entry in table.entries()] == [3, 3, 3]
@@ -66,7 +66,7 @@ def test_round_robin_is_fair(replicas, rounds):
     policy, fleet = RoundRobin(), candidates([(0, 0)] * replicas)
     counts = dict.fromkeys((one.name for one in fleet), 0)
     for _ in range(rounds):
-        counts[policy.choose(fleet)] += 1
+        counts[policy.choose(fleet, Ask())] += 1
     assert max(counts.values()) - min(counts.values()) <= 1
 
 

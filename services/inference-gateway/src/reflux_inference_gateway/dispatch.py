@@ -12,7 +12,7 @@ from reflux_inference_gateway.errors import GenerationLost, NoReplica, Overloade
 from reflux_inference_gateway.fleet import Fleet, FleetPaused
 from reflux_inference_gateway.replicas import Replica, ReplicaTable
 from reflux_inference_gateway.retry import Attempts
-from reflux_inference_gateway.routing.base import RoutingPolicy
+from reflux_inference_gateway.routing.base import Ask, RoutingPolicy
 
 T = TypeVar("T")
 
@@ -192,7 +192,7 @@ class Dispatcher:
             )
             if fitting:
                 policy = self._policies.setdefault(want.model_id, self.new_policy())
-                return self.table.get(policy.choose([entry.candidate() for entry in fitting]))
+                return self.table.get(policy.choose([entry.candidate() for entry in fitting], Ask()))
         return None
 
     def _nobody(self, want: Want, paused: bool, entered: float) -> NoReplica | UnknownModel:

@@ -63,6 +63,9 @@ class Replica:
             inflight_tokens=self.inflight_tokens,
             dispatched=self.dispatched,
             order=self.order,
+            version=self.info.version,
+            capacity=self.info.capacity,
+            inflight_requests=self.inflight_requests,
         )
 
 

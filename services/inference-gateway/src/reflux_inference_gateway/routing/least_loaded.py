@@ -2,7 +2,12 @@
 
 from collections.abc import Sequence
 
-from reflux_inference_gateway.routing.base import Candidate, RoutingPolicy
+from reflux_inference_gateway.routing.base import Ask, Candidate, RoutingPolicy
+
+
+def least_loaded(candidates: Sequence[Candidate]) -> Candidate:
+    """argmin of (in-flight tokens, requests ever sent, order)."""
+    return min(candidates, key=lambda one: (one.inflight_tokens, one.dispatched, one.order))
 
 
 class LeastLoaded(RoutingPolicy):
@@ -13,6 +18,6 @@ class LeastLoaded(RoutingPolicy):
     win whenever all are idle.
     """
 
-    def choose(self, candidates: Sequence[Candidate]) -> str:
+    def choose(self, candidates: Sequence[Candidate], ask: Ask) -> str:
         """Returns the candidate with the fewest tokens in flight."""
-        return min(candidates, key=lambda one: (one.inflight_tokens, one.dispatched, one.order)).name
+        return least_loaded(candidates).name

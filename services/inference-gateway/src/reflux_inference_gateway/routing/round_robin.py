@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from reflux_inference_gateway.routing.base import Candidate, RoutingPolicy
+from reflux_inference_gateway.routing.base import Ask, Candidate, RoutingPolicy
 
 
 class RoundRobin(RoutingPolicy):
@@ -14,7 +14,7 @@ class RoundRobin(RoutingPolicy):
     def __init__(self) -> None:
         self._last = -1
 
-    def choose(self, candidates: Sequence[Candidate]) -> str:
+    def choose(self, candidates: Sequence[Candidate], ask: Ask) -> str:
         """Returns the next candidate in order of registration."""
         chosen = next((one for one in candidates if one.order > self._last), candidates[0])
         self._last = chosen.order
