@@ -37,6 +37,18 @@ class Want:
     num_tokens: int
     """Upper bound of prompt and generated tokens; the load counted on the replica until the answer is complete."""
     min_version: int = 0
+    max_lag: int | None = None
+    """Versions that the replica may be behind the newest one of the model in the fleet; None allows any."""
+    version: int | None = None
+    """The one weight version that will do, the trajectory's; None takes any."""
+    ask: Ask | None = None
+    """What the routing policy may know of the request; None lets it know nothing."""
+    session: str = ""
+    """Trajectory or session that it belongs to; empty when it stands alone."""
+    tenant: str = ""
+    """Who pays for it, where queues are shared fairly; empty when nobody in particular does."""
+    priority: int = 0
+    """Higher ones go first where requests queue."""
     http: bool = False
     """Needs a replica with an OpenAI-compatible door."""
     deadline_seconds: float
@@ -188,12 +200,21 @@ class Dispatcher:
         """An untried replica first; a tried one that came back rather than none."""
         for excluded in (attempts.tried, []) if attempts.tried else ([],):
             fitting = self.table.routable(
-                want.model_id, min_version=want.min_version, excluded=excluded, http=want.http
+                want.model_id,
+                min_version=self._min_version(want),
+                version=want.version,
+                excluded=excluded,
+                http=want.http,
             )
             if fitting:
                 policy = self._policies.setdefault(want.model_id, self.new_policy())
-                return self.table.get(policy.choose([entry.candidate() for entry in fitting], Ask()))
+                return self.table.get(policy.choose([entry.candidate() for entry in fitting], want.ask or Ask()))
         return None
+
+    def _min_version(self, want: Want) -> int:
+        if want.max_lag is None:
+            return want.min_version
+        return max(want.min_version, self.table.newest_version(want.model_id) - want.max_lag)
 
     def _nobody(self, want: Want, paused: bool, entered: float) -> NoReplica | UnknownModel:
         entries = self.table.entries(want.model_id)

@@ -171,8 +171,19 @@ class ReplicaTable:
         """True when a replica of the model registered since the start, forgotten ones included."""
         return model_id in self._ever_served
 
+    def newest_version(self, model_id: str) -> int:
+        """The newest weight version of a model on a replica that is heard; 0 when there is none."""
+        heard = (entry for entry in self.entries(model_id) if entry.state is not State.LOST)
+        return max((entry.info.version for entry in heard), default=0)
+
     def routable(
-        self, model_id: str, *, min_version: int = 0, excluded: Iterable[str] = (), http: bool = False
+        self,
+        model_id: str,
+        *,
+        min_version: int = 0,
+        version: int | None = None,
+        excluded: Iterable[str] = (),
+        http: bool = False,
     ) -> list[Replica]:
         """Healthy entries that may take a request now; `http` asks for an OpenAI-compatible door, else for gRPC."""
         return [
@@ -181,6 +192,7 @@ class ReplicaTable:
             if entry.state is State.READY
             and not entry.info.fault
             and entry.info.version >= min_version
+            and version in (None, entry.info.version)
             and entry.info.name not in excluded
             and (entry.info.http_url if http else entry.info.grpc_address)
         ]
