@@ -1,18 +1,22 @@
-"""The life of one request at the gateway: enter, hold, choose a replica, send, re-issue once, leave."""
+"""The life of one request at the gateway: enter, hold, choose replicas, send, re-issue a lost share once, leave."""
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from reflux_inference_gateway import metrics
+from reflux_inference_gateway.changes import Changes
 from reflux_inference_gateway.errors import GenerationLost, NoReplica, Overloaded, UnknownModel
-from reflux_inference_gateway.fleet import Fleet, FleetPaused
+from reflux_inference_gateway.fleet import Fleet, FleetPaused, Stay
+from reflux_inference_gateway.matching import fitting, is_syncing, nobody
+from reflux_inference_gateway.merging import merged
 from reflux_inference_gateway.replicas import Replica, ReplicaTable
 from reflux_inference_gateway.retry import Attempts
 from reflux_inference_gateway.routing.base import Ask, RoutingPolicy
+from reflux_inference_gateway.want import Want
 
 T = TypeVar("T")
 
@@ -25,72 +29,36 @@ class GivenUp(Exception):
     """The request was aborted while it waited for a replica."""
 
 
-def _never() -> bool:
-    return False
+@dataclass(frozen=True)
+class Part:
+    """Samples `first .. first + count - 1` of a group."""
+
+    first: int
+    count: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class Want:
-    """What a request asks of the fleet."""
+@dataclass
+class _Share:
+    """One part of a request on its way: where it has been, and where its load is counted now."""
 
-    model_id: str
-    num_tokens: int
-    """Upper bound of prompt and generated tokens; the load counted on the replica until the answer is complete."""
-    min_version: int = 0
-    max_lag: int | None = None
-    """Versions that the replica may be behind the newest one of the model in the fleet; None allows any."""
-    version: int | None = None
-    """The one weight version that will do, the trajectory's; None takes any."""
-    ask: Ask | None = None
-    """What the routing policy may know of the request; None lets it know nothing."""
-    session: str = ""
-    """Trajectory or session that it belongs to; empty when it stands alone."""
-    tenant: str = ""
-    """Who pays for it, where queues are shared fairly; empty when nobody in particular does."""
-    priority: int = 0
-    """Higher ones go first where requests queue."""
-    http: bool = False
-    """Needs a replica with an OpenAI-compatible door."""
-    deadline_seconds: float
-    """Seconds from now after which the caller no longer waits."""
-    given_up: Callable[[], bool] = _never
-    """True once somebody aborted the request; looked at while it waits."""
-
-
-class Changes:
-    """Wakes everyone who waits whenever the fleet changed."""
-
-    def __init__(self) -> None:
-        self._event = asyncio.Event()
-
-    def upcoming(self) -> asyncio.Event:
-        """The event of the next change; take it before reading the state that it guards."""
-        return self._event
-
-    def notify(self) -> None:
-        """Wakes all waiters."""
-        event, self._event = self._event, asyncio.Event()
-        event.set()
-
-    async def wait(self, seconds: float | None) -> bool:
-        """Waits for the next change; False when the time ran out first."""
-        try:
-            async with asyncio.timeout(seconds):
-                await self._event.wait()
-        except TimeoutError:
-            return False
-        return True
+    want: Want
+    part: Part
+    stay: Stay
+    deadline: float
+    attempts: Attempts = field(default_factory=Attempts.none)
+    replica: Replica | None = None
+    given_up: bool = False
 
 
 @dataclass
 class Dispatcher:
-    """Owns the fleet's state in this process; both front doors go through `stream`."""
+    """Owns the fleet's state in this process; both front doors go through `stream` or `stream_group`."""
 
     table: ReplicaTable
     fleet: Fleet
     new_policy: Callable[[], RoutingPolicy]
     replica_wait_seconds: float
-    """How long a request waits for a fitting replica while the fleet is not paused."""
+    """How long a request waits for a fitting replica while the fleet is neither paused nor changing its version."""
     clock: Callable[[], float] = time.monotonic
 
     def __post_init__(self) -> None:
@@ -102,55 +70,94 @@ class Dispatcher:
     async def stream(self, want: Want, send: Callable[[Replica], AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
         """Yields what `send(replica)` yields; a replica that is lost before the first item is replaced once.
 
-        Raises Overloaded when too many requests are held, UnknownModel or NoReplica when no replica fits in time,
-        GivenUp when the request was aborted meanwhile, and GenerationLost when the answer broke. Close the iterator
-        (`aclosing`) to cancel the request upstream.
+        Raises Overloaded when too many requests are held, UnknownModel, NoReplica or VersionGone when no replica fits
+        in time, GivenUp when the request was aborted meanwhile, and GenerationLost when the answer broke. Close the
+        iterator (`aclosing`) to cancel the request upstream.
         """
+        with self._staying(want) as stay:
+            share = _Share(want, Part(0, want.num_samples), stay, self.clock() + want.deadline_seconds)
+            async with aclosing(self._served(share, lambda replica, _: send(replica))) as items:
+                async for item in items:
+                    yield item
+            if share.given_up:
+                raise GivenUp
+
+    async def stream_group(
+        self, want: Want, send: Callable[[Replica, Part], AsyncGenerator[T, None]]
+    ) -> AsyncGenerator[T, None]:
+        """Like `stream`, but several replicas may each take a part of the samples, as the routing policy splits them.
+
+        A part whose replica is lost before anything of that part came is re-issued alone; the others go on.
+        """
+        with self._staying(want) as stay:
+            shares = await self._split(want, stay)
+            try:
+                served = [self._served(share, send) for share in shares]
+                async with aclosing(merged(served) if len(served) > 1 else served[0]) as items:
+                    async for item in items:
+                        yield item
+            finally:
+                for share in shares:  # those that were not begun, too
+                    self._leave(share)
+            if any(share.given_up for share in shares):
+                raise GivenUp
+
+    def finished(self, want: Want, name: str, generated_tokens: Sequence[int]) -> None:
+        """Tells the routing policy how long samples became that a replica completed."""
+        self._policy(want.model_id).finished(name, want.ask or Ask(), generated_tokens)
+
+    def forget(self, name: str) -> None:
+        """A replica left or is a new process: nothing that policies know of its cache holds."""
+        for policy in self._policies.values():
+            policy.forget(name)
+
+    def abandon(self, name: str) -> None:
+        """Ends every wait for a silent replica; its requests are re-issued or fail like those of a dead one."""
+        for wait in self._waits.pop(name, ()):
+            wait.reschedule(asyncio.get_running_loop().time())
+
+    @contextmanager
+    def _staying(self, want: Want) -> Iterator[Stay]:
+        """The request's entry in the ledger, from when it enters to when it leaves, however that is."""
         try:
             self.fleet.enter(want.model_id)
         except FleetPaused as error:
             raise Overloaded(str(error)) from error
-        attempts, running, outcome = Attempts.none(), False, "failed"
-        deadline = self.clock() + want.deadline_seconds
+        stay, outcome = Stay(self.fleet, want.model_id), "failed"
         try:
-            while outcome != "completed":
-                replica = await self._choose(want, attempts, deadline)
-                self.fleet.run(want.model_id)
-                running = True
-                try:
-                    async with aclosing(self._attempt(replica, want, attempts, send)) as items:
-                        async for item in items:
-                            yield item
-                    outcome = "completed"
-                except ReplicaLost as error:
-                    self._lose(replica, error, attempts)
-                    metrics.REISSUED.inc()
-                    self.fleet.hold_again(want.model_id)
-                    running = False
+            yield stay
+            outcome = "completed"
         except (asyncio.CancelledError, GeneratorExit, GivenUp):
             outcome = "cancelled"
             raise
         finally:
-            self.fleet.end(want.model_id, was_running=running, outcome=outcome)
+            stay.end(outcome)
             metrics.REQUESTS.labels(outcome).inc()
 
-    async def _attempt(
-        self, replica: Replica, want: Want, attempts: Attempts, send: Callable[[Replica], AsyncGenerator[T, None]]
+    async def _served(
+        self, share: _Share, send: Callable[[Replica, Part], AsyncGenerator[T, None]]
     ) -> AsyncGenerator[T, None]:
-        name = replica.info.name
-        attempts.tried.append(name)
-        self.table.dispatched(name, want.num_tokens)
-        try:
-            async with aclosing(send(replica)) as items:
-                while True:
-                    try:
-                        item = await self._next(name, items)
-                    except StopAsyncIteration:
-                        return
-                    attempts.delivered = True
-                    yield item
-        finally:
-            self.table.answered(name, want.num_tokens)
+        """What the replica of a share yields, or the next one's when it is lost with nothing out."""
+        while True:
+            try:
+                replica = share.replica or await self._place(share)
+            except GivenUp:
+                share.given_up = True
+                return
+            share.stay.start()
+            try:
+                async with aclosing(send(replica, share.part)) as items:
+                    while True:
+                        try:
+                            item = await self._next(replica.info.name, items)
+                        except StopAsyncIteration:
+                            return
+                        share.attempts.delivered = True
+                        yield item
+            except ReplicaLost as error:
+                self._lose(share, replica, error)
+            finally:
+                self._leave(share)
 
     async def _next(self, name: str, items: AsyncGenerator[T, None]) -> T:
         """The next item, or ReplicaLost as soon as the replica is abandoned."""
@@ -167,68 +174,79 @@ class Dispatcher:
                 raise
             raise ReplicaLost("it sends no heartbeat any more") from error
 
-    def abandon(self, name: str) -> None:
-        """Ends every wait for a silent replica; its requests are re-issued or fail like those of a dead one."""
-        for wait in self._waits.pop(name, ()):
-            wait.reschedule(asyncio.get_running_loop().time())
-
-    def _lose(self, replica: Replica, error: ReplicaLost, attempts: Attempts) -> None:
+    def _lose(self, share: _Share, replica: Replica, error: ReplicaLost) -> None:
         self.table.mark_lost(replica.info.name)
         self.changes.notify()
-        if not attempts.may_reissue():
+        if not share.attempts.may_reissue():
             raise GenerationLost(
-                f"{replica.info.name} broke off ({error}); {_why_not_again(attempts)}", replica=replica.info.name
+                f"{replica.info.name} broke off ({error}); {_why_not_again(share.attempts)}", replica=replica.info.name
             ) from error
+        metrics.REISSUED.inc()
+        share.stay.stop()
 
-    async def _choose(self, want: Want, attempts: Attempts, deadline: float) -> Replica:
-        """Waits until a replica fits; time while the fleet is paused does not count as waiting for one."""
+    async def _place(self, share: _Share) -> Replica:
+        """Waits for a replica that takes the share, and counts its load there from this moment."""
+        found = await self._fitting(share.want, share.attempts, share.deadline)
+        candidates = [entry.candidate() for entry in found]
+        return self._seat(share, self._policy(share.want.model_id).choose(candidates, share.want.ask or Ask()))
+
+    async def _split(self, want: Want, stay: Stay) -> list[_Share]:
+        """Waits for replicas that fit, and counts the load of every share from this moment."""
+        deadline = self.clock() + want.deadline_seconds
+        found = await self._fitting(want, Attempts.none(), deadline)
+        parts = self._policy(want.model_id).split([entry.candidate() for entry in found], want.ask or Ask())
+        shares, first = [], 0
+        for one in parts:
+            share = _Share(want.narrowed(one.num_samples), Part(first, one.num_samples), stay, deadline)
+            self._seat(share, one.name)
+            shares.append(share)
+            first += one.num_samples
+        assert first == want.num_samples, f"the policy split {want.num_samples} samples into {parts}"
+        return shares
+
+    def _seat(self, share: _Share, name: str) -> Replica:
+        replica = self.table.get(name)
+        assert replica is not None, f"the policy chose {name}, which is no candidate"
+        self.table.dispatched(name, share.want.num_tokens)
+        share.attempts.tried.append(name)
+        share.replica = replica
+        return replica
+
+    def _leave(self, share: _Share) -> None:
+        if share.replica is not None:
+            self.table.answered(share.replica.info.name, share.want.num_tokens)
+            share.replica = None
+
+    def _policy(self, model_id: str) -> RoutingPolicy:
+        if model_id not in self._policies:
+            self._policies[model_id] = self.new_policy()
+        return self._policies[model_id]
+
+    async def _fitting(self, want: Want, attempts: Attempts, deadline: float) -> list[Replica]:
+        """Waits until replicas fit. Time while the fleet is paused, or while the version that was asked for is on its
+        way, does not count as waiting for one: it is bounded by the deadline only.
+        """
         waited_seconds = 0.0
         while True:
             started = self.clock()
             if want.given_up():
                 raise GivenUp
             paused = self.fleet.is_paused(want.model_id)
-            if not paused and (replica := self._pick(want, attempts)):
-                return replica
+            if not paused and (found := fitting(self.table, want, attempts.tried)):
+                return found
+            bounded = not paused and not is_syncing(self.table, want)
             left = deadline - started
-            patience = left if paused else min(left, self.replica_wait_seconds - waited_seconds)
+            patience = min(left, self.replica_wait_seconds - waited_seconds) if bounded else left
             if patience <= 0 or not await self.changes.wait(patience):
-                raise self._nobody(want, paused, deadline - want.deadline_seconds)
-            waited_seconds += 0.0 if paused else self.clock() - started
+                raise self._nobody(want, deadline - want.deadline_seconds)
+            waited_seconds += self.clock() - started if bounded else 0.0
 
-    def _pick(self, want: Want, attempts: Attempts) -> Replica | None:
-        """An untried replica first; a tried one that came back rather than none."""
-        for excluded in (attempts.tried, []) if attempts.tried else ([],):
-            fitting = self.table.routable(
-                want.model_id,
-                min_version=self._min_version(want),
-                version=want.version,
-                excluded=excluded,
-                http=want.http,
-            )
-            if fitting:
-                policy = self._policies.setdefault(want.model_id, self.new_policy())
-                return self.table.get(policy.choose([entry.candidate() for entry in fitting], want.ask or Ask()))
-        return None
-
-    def _min_version(self, want: Want) -> int:
-        if want.max_lag is None:
-            return want.min_version
-        return max(want.min_version, self.table.newest_version(want.model_id) - want.max_lag)
-
-    def _nobody(self, want: Want, paused: bool, entered: float) -> NoReplica | UnknownModel:
-        entries = self.table.entries(want.model_id)
-        if paused:
+    def _nobody(self, want: Want, entered: float) -> NoReplica | UnknownModel:
+        if self.fleet.is_paused(want.model_id):
             return NoReplica(f"the fleet of {want.model_id!r} stayed paused until the deadline", state="paused")
-        if not entries:
+        if not self.table.entries(want.model_id):
             return self._absent(want.model_id, entered)
-        newest = max(entry.info.version for entry in entries)
-        faults = "".join(f"; unhealthy {fault}" for fault in self.table.faults(want.model_id))
-        return NoReplica(
-            f"no replica of {want.model_id!r} took the request in time: {len(entries)} known, newest version {newest}, "
-            f"asked for at least {want.min_version}{faults}",
-            state="waiting",
-        )
+        return nobody(self.table, want)
 
     def _absent(self, model_id: str, entered: float) -> NoReplica | UnknownModel:
         """Replicas that died, or that a restarted gateway has not heard yet, are no mistake of the caller."""

@@ -101,3 +101,28 @@ class Fleet:
         counts[model_id] = counts.get(model_id, 0) + delta
         if counts[model_id] == 0:
             del counts[model_id]
+
+
+@dataclass
+class Stay:
+    """One request inside the fleet; it may be on several replicas at once, and counts once all the same."""
+
+    fleet: Fleet
+    model_id: str
+    _on_replicas: int = 0
+
+    def start(self) -> None:
+        """A share of it goes to a replica; with the first one the request runs."""
+        if not self._on_replicas:
+            self.fleet.run(self.model_id)
+        self._on_replicas += 1
+
+    def stop(self) -> None:
+        """A share lost its replica; the request is held again when no other share runs or has been answered."""
+        self._on_replicas -= 1
+        if not self._on_replicas:
+            self.fleet.hold_again(self.model_id)
+
+    def end(self, outcome: str) -> None:
+        """It leaves with outcome "completed", "failed" or "cancelled"."""
+        self.fleet.end(self.model_id, was_running=self._on_replicas > 0, outcome=outcome)

@@ -62,6 +62,9 @@ async def _age(dispatcher: Dispatcher, clients: ReplicaClients, settings: Gatewa
         if changed:
             log.warning("no heartbeat from %s", ", ".join(changed))
             dispatcher.changes.notify()
+        for name in changed:
+            if dispatcher.table.get(name) is None:
+                dispatcher.forget(name)
         for name in dispatcher.table.silent(dispatcher.clock() - settings.replica_abandon_seconds):
             dispatcher.abandon(name)
         await clients.forget_all_but({entry.info.name for entry in dispatcher.table.entries()})

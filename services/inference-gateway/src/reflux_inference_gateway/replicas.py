@@ -66,6 +66,7 @@ class Replica:
             version=self.info.version,
             capacity=self.info.capacity,
             inflight_requests=self.inflight_requests,
+            location=self.info.node,
         )
 
 
@@ -175,6 +176,14 @@ class ReplicaTable:
         """The newest weight version of a model on a replica that is heard; 0 when there is none."""
         heard = (entry for entry in self.entries(model_id) if entry.state is not State.LOST)
         return max((entry.info.version for entry in heard), default=0)
+
+    def oldest_version(self, model_id: str) -> int | None:
+        """The oldest weight version of a model on a replica that is known; None when there is none."""
+        return min((entry.info.version for entry in self.entries(model_id)), default=None)
+
+    def syncing(self, model_id: str) -> bool:
+        """True while replicas of a model that are heard serve different versions: new weights are on their way."""
+        return len({entry.info.version for entry in self.entries(model_id) if entry.state is not State.LOST}) > 1
 
     def routable(
         self,

@@ -1,18 +1,20 @@
 """The gRPC face of the gateway: translates messages, delegates, holds no policy."""
 
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from reflux.common.v1.common_pb2 import Sample
 from reflux.inference_gateway.v1 import inference_gateway_service_pb2 as pb
 from reflux.inference_gateway.v1.inference_gateway_service_pb2_grpc import InferenceGatewayServiceServicer
 from reflux_inference_gateway import metrics
+from reflux_inference_gateway.answers import Batch, aborted, generated_tokens, one_by_one, whole_group
 from reflux_inference_gateway.clients import ReplicaClients
-from reflux_inference_gateway.dispatch import Dispatcher, GivenUp, Want
+from reflux_inference_gateway.dispatch import Dispatcher, GivenUp, Part
 from reflux_inference_gateway.engines.base import ReplicaClient
 from reflux_inference_gateway.replicas import Replica
+from reflux_inference_gateway.routing.base import Ask
+from reflux_inference_gateway.want import Want
 from reflux_inference_gateway.wire import (
     GroupCall,
     parse_group,
@@ -30,9 +32,9 @@ _NO_DEADLINE_SECONDS = 24 * 3600.0
 
 @dataclass(eq=False)
 class _Running:
-    """A group that a caller waits for: the replica that has it now, and whether somebody aborted it."""
+    """A group that a caller waits for: the replicas that have parts of it now, and whether somebody aborted it."""
 
-    client: ReplicaClient | None = None
+    clients: list[ReplicaClient] = field(default_factory=list)
     aborted: bool = False
 
 
@@ -52,42 +54,74 @@ class InferenceGatewayServicer(InferenceGatewayServiceServicer):
         running = _Running()
         # A caller that lost its connection may repeat the call before the first one is seen to be gone.
         self._running.setdefault(call.request_id, []).append(running)
-        remaining = context.time_remaining()
-        want = Want(
-            model_id=call.model_id,
-            num_tokens=call.num_tokens,
-            min_version=call.min_version,
-            deadline_seconds=_NO_DEADLINE_SECONDS if remaining is None else remaining,
-            given_up=lambda: running.aborted,
-        )
+        batches: list[Batch] = []
         try:
             with telemetry.span("gateway.generate_group", samples=call.num_samples, model=call.model_id) as span:
-                async with aclosing(self._dispatcher.stream(want, self._sender(call, running, context))) as batches:
-                    async for replica, samples in batches:
-                        span.set_attribute("replica", replica)
-                        metrics.count_samples(call.model_id, samples)
-                        for response in _responses(call, replica, samples):
-                            yield response
-        except GivenUp:
-            for response in _responses(call, "", _aborted_samples(call)):
-                yield response
+                async with aclosing(self._batches(call, running, context)) as finished:
+                    async for batch in finished:
+                        batches.append(batch)
+                        if not call.whole_group:
+                            for response in one_by_one(batch):
+                                yield response
+                span.set_attribute("replicas", sorted({replica for replica, _ in batches}))
+            if call.whole_group:
+                for response in whole_group(batches):
+                    yield response
         finally:
             self._running[call.request_id].remove(running)
             if not self._running[call.request_id]:
                 del self._running[call.request_id]
 
+    async def _batches(self, call: GroupCall, running: _Running, context: Any) -> AsyncGenerator[Batch, None]:
+        """Finished samples as they come; what was aborted while it waited for a replica comes last, without tokens."""
+        want = self._want(call, running, context)
+        missing = set(range(call.num_samples))
+        try:
+            async with aclosing(self._dispatcher.stream_group(want, self._sender(call, running, context))) as batches:
+                async for replica, samples in batches:
+                    metrics.count_samples(call.model_id, samples)
+                    self._dispatcher.finished(want, replica, generated_tokens(samples))
+                    missing.difference_update(sample.index for sample in samples)
+                    yield replica, samples
+        except GivenUp:
+            yield "", aborted(sorted(missing))
+
+    def _want(self, call: GroupCall, running: _Running, context: Any) -> Want:
+        remaining = context.time_remaining()
+        version = self._dispatcher.table.newest_version(call.model_id) if call.version is None else call.version
+        return Want(
+            model_id=call.model_id,
+            num_tokens=call.num_tokens,
+            min_version=call.min_version,
+            max_lag=call.max_lag,
+            version=call.version,
+            session=call.session,
+            ask=Ask(
+                num_samples=call.num_samples,
+                prompt=call.prompt_token_ids,
+                num_prompt_tokens=len(call.prompt_token_ids),
+                max_tokens=call.sampling.max_tokens,
+                session=call.session,
+                run=call.model_id,
+                salt=str(version),
+            ),
+            deadline_seconds=_NO_DEADLINE_SECONDS if remaining is None else remaining,
+            given_up=lambda: running.aborted,
+        )
+
     async def Abort(self, request: pb.AbortRequest, context: Any) -> pb.AbortResponse:
         found = tuple(self._running.get(parse_request_id(request.request_id), ()))
         for running in found:
             running.aborted = True
-            if running.client is not None:
-                await running.client.abort(request.request_id)
+            for client in tuple(running.clients):
+                await client.abort(request.request_id)
         self._dispatcher.changes.notify()
         return pb.AbortResponse(found=bool(found))
 
     async def RegisterReplica(self, request: pb.RegisterReplicaRequest, context: Any) -> pb.RegisterReplicaResponse:
         dispatcher = self._dispatcher
         entry = dispatcher.table.register(parse_replica(request.replica), dispatcher.clock())
+        dispatcher.forget(entry.info.name)
         dispatcher.changes.notify()
         return pb.RegisterReplicaResponse(replica=replica_message(entry), heartbeat_seconds=self._heartbeat_seconds)
 
@@ -147,25 +181,16 @@ class InferenceGatewayServicer(InferenceGatewayServiceServicer):
 
     def _sender(
         self, call: GroupCall, running: _Running, context: Any
-    ) -> Callable[[Replica], AsyncGenerator[tuple[str, Sequence[Sample]], None]]:
-        async def send(replica: Replica) -> AsyncGenerator[tuple[str, Sequence[Sample]], None]:
-            running.client = self._clients.get(replica.info)
+    ) -> Callable[[Replica, Part], AsyncGenerator[Batch, None]]:
+        async def send(replica: Replica, part: Part) -> AsyncGenerator[Batch, None]:
+            client = self._clients.get(replica.info)
+            running.clients.append(client)
             try:
-                async with aclosing(running.client.generate(call, context.time_remaining())) as batches:
+                share = call if part.count == call.num_samples else call.share(part.first, part.count)
+                async with aclosing(client.generate(share, context.time_remaining())) as batches:
                     async for samples in batches:
                         yield replica.info.name, samples
             finally:
-                running.client = None
+                running.clients.remove(client)
 
         return send
-
-
-def _responses(call: GroupCall, replica: str, samples: Sequence[Sample]) -> list[pb.GenerateGroupResponse]:
-    if call.whole_group:
-        return [pb.GenerateGroupResponse(replica=replica, samples=samples)]
-    return [pb.GenerateGroupResponse(sample=sample, replica=replica) for sample in samples]
-
-
-def _aborted_samples(call: GroupCall) -> list[Sample]:
-    """The answer to a group that was aborted before a replica had it."""
-    return [Sample(index=index, finish_reason="abort") for index in range(call.num_samples)]

@@ -2,7 +2,7 @@
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from reflux.common.v1.common_pb2 import SamplingParams
 from reflux.inference_gateway.v1 import inference_gateway_service_pb2 as gateway_pb
@@ -27,13 +27,22 @@ class GroupCall:
     prompt_token_ids: tuple[int, ...]
     num_samples: int
     sampling: SamplingParams
-    min_version: int
-    whole_group: bool
+    min_version: int = 0
+    max_lag: int | None = None
+    version: int | None = None
+    session: str = ""
+    whole_group: bool = False
+    first_sample: int = 0
+    """Index of the first sample, where the call is a part of a larger group: seeds and indexes count from there."""
 
     @property
     def num_tokens(self) -> int:
         """Upper bound of the tokens that the group costs a replica."""
         return len(self.prompt_token_ids) + self.num_samples * self.sampling.max_tokens
+
+    def share(self, first: int, count: int) -> "GroupCall":
+        """Samples `first .. first + count - 1` as a call of their own."""
+        return replace(self, num_samples=count, first_sample=first)
 
 
 def parse_group(request: gateway_pb.GenerateGroupRequest) -> GroupCall:
@@ -49,6 +58,9 @@ def parse_group(request: gateway_pb.GenerateGroupRequest) -> GroupCall:
         num_samples=parse_num_samples(request.num_samples),
         sampling=parse_sampling(request.sampling),
         min_version=request.min_version,
+        max_lag=request.max_lag if request.HasField("max_lag") else None,
+        version=parse_version(request.version) if request.HasField("version") else None,
+        session=parse_session(request.session),
         whole_group=request.whole_group,
     )
 
@@ -58,6 +70,20 @@ def parse_request_id(request_id: str) -> str:
     if not _ID.fullmatch(request_id):
         raise InvalidRequest("request_id must be 1 to 256 visible ASCII characters", field="request_id")
     return request_id
+
+
+def parse_version(version: int) -> int:
+    """At least 0."""
+    if version < 0:
+        raise InvalidRequest(f"version must be >= 0, got {version}", field="version")
+    return version
+
+
+def parse_session(session: str) -> str:
+    """Empty, or 1 to 256 visible ASCII characters."""
+    if session and not _ID.fullmatch(session):
+        raise InvalidRequest("session must be up to 256 visible ASCII characters", field="session")
+    return session
 
 
 def parse_prompt(token_ids: object) -> tuple[int, ...]:

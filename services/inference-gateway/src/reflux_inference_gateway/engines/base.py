@@ -11,7 +11,8 @@ class ReplicaClient(ABC):
     """One replica.
 
     Contract: a broken connection surfaces as `dispatch.ReplicaLost`, a refusal by the engine as a `ServiceError`.
-    Samples are passed on as the messages that came: the gateway adds nothing to them.
+    Samples are passed on as the messages that came; of a call that is a share of a group (`first_sample`), each gets
+    its index in the group, and draws what it would have drawn had one replica taken all.
     """
 
     @abstractmethod

@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING
 import grpc
 from grpc import aio
 
-from reflux.common.v1.common_pb2 import Sample
+from reflux.common.v1.common_pb2 import Sample, SamplingParams
 from reflux.inference_gateway.v1 import engine_service_pb2 as pb
 from reflux.inference_gateway.v1.engine_service_pb2_grpc import EngineServiceStub
 from reflux_inference_gateway.dispatch import ReplicaLost
+from reflux_inference_gateway.engine.types import sample_seed
 from reflux_inference_gateway.engines.base import ReplicaClient
 from reflux_inference_gateway.errors import Overloaded
 from reflux_inference_gateway.wire import GroupCall
@@ -36,13 +37,16 @@ class TorchReplica(ReplicaClient):
             request_id=call.request_id,
             prompt_token_ids=call.prompt_token_ids,
             num_samples=call.num_samples,
-            sampling=call.sampling,
+            sampling=_sampling(call),
             whole_group=call.whole_group,
         )
         missing = call.num_samples
         try:
             async for response in self._stub.Generate(request, timeout=deadline_seconds):
                 missing -= len(response.samples)
+                if call.first_sample:
+                    for sample in response.samples:
+                        sample.index += call.first_sample
                 yield response.samples
         except aio.AioRpcError as error:
             raise self._translated(error) from error
@@ -67,3 +71,13 @@ class TorchReplica(ReplicaClient):
             case grpc.StatusCode.UNAVAILABLE | grpc.StatusCode.CANCELLED | grpc.StatusCode.UNKNOWN:
                 return ReplicaLost(f"{self._address}: {text}")
         return error
+
+
+def _sampling(call: GroupCall) -> SamplingParams:
+    """The group's, or with the seed that makes the first sample of the share draw what it draws in the group."""
+    if not call.first_sample:
+        return call.sampling
+    sampling = SamplingParams()
+    sampling.CopyFrom(call.sampling)
+    sampling.seed = sample_seed(call.sampling.seed, call.first_sample)
+    return sampling

@@ -33,6 +33,9 @@ class GenerateGroupRequest(_message.Message):
     SAMPLING_FIELD_NUMBER: _builtins.int
     MIN_VERSION_FIELD_NUMBER: _builtins.int
     WHOLE_GROUP_FIELD_NUMBER: _builtins.int
+    MAX_LAG_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    SESSION_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Client-chosen id, for Abort and traces."""
     model_id: _builtins.str
@@ -43,6 +46,14 @@ class GenerateGroupRequest(_message.Message):
     """Wait for a replica with at least this weight version; 0 takes any."""
     whole_group: _builtins.bool
     """Answer with one message that holds all samples in `samples`: the cheapest way for callers that need the whole group."""
+    max_lag: _builtins.int
+    """Weight versions that a replica may be behind the newest one of the model in the fleet; unset allows any."""
+    version: _builtins.int
+    """The one weight version that will do, for a trajectory that must not change it; unset takes any. The answer's spans
+    show which weights drew each token: a replica may swap them after it took the request.
+    """
+    session: _builtins.str
+    """Trajectory that the group belongs to: routing keeps its prefixes together; empty when it stands alone."""
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Prompt as token ids."""
@@ -61,12 +72,22 @@ class GenerateGroupRequest(_message.Message):
         sampling: _common_pb2.SamplingParams | None = ...,
         min_version: _builtins.int = ...,
         whole_group: _builtins.bool = ...,
+        max_lag: _builtins.int | None = ...,
+        version: _builtins.int | None = ...,
+        session: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_lag", b"_max_lag", "_version", b"_version", "max_lag", b"max_lag", "sampling", b"sampling", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["min_version", b"min_version", "model_id", b"model_id", "num_samples", b"num_samples", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "whole_group", b"whole_group"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_lag", b"_max_lag", "_version", b"_version", "max_lag", b"max_lag", "min_version", b"min_version", "model_id", b"model_id", "num_samples", b"num_samples", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "session", b"session", "version", b"version", "whole_group", b"whole_group"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__max_lag: _TypeAlias = _typing.Literal["max_lag"]  # noqa: Y015
+    _WhichOneofArgType__max_lag: _TypeAlias = _typing.Literal["_max_lag", b"_max_lag"]  # noqa: Y015
+    _WhichOneofReturnType__version: _TypeAlias = _typing.Literal["version"]  # noqa: Y015
+    _WhichOneofArgType__version: _TypeAlias = _typing.Literal["_version", b"_version"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_lag) -> _WhichOneofReturnType__max_lag | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__version) -> _WhichOneofReturnType__version | None: ...
 
 Global___GenerateGroupRequest: _TypeAlias = GenerateGroupRequest  # noqa: Y015
 
@@ -79,15 +100,20 @@ class GenerateGroupResponse(_message.Message):
     SAMPLE_FIELD_NUMBER: _builtins.int
     REPLICA_FIELD_NUMBER: _builtins.int
     SAMPLES_FIELD_NUMBER: _builtins.int
+    REPLICAS_FIELD_NUMBER: _builtins.int
     replica: _builtins.str
-    """Replica that made it."""
+    """Replica that made it; with `whole_group` the first sample's."""
     @_builtins.property
     def sample(self) -> _common_pb2.Sample:
         """The sample; unset with `whole_group`."""
 
     @_builtins.property
     def samples(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Sample]:
-        """All samples by index, with `whole_group` only."""
+        """All samples by index, with `whole_group` only (a very large group comes in several messages)."""
+
+    @_builtins.property
+    def replicas(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Replica of each of `samples`; empty when all are from `replica`."""
 
     def __init__(
         self,
@@ -95,10 +121,11 @@ class GenerateGroupResponse(_message.Message):
         sample: _common_pb2.Sample | None = ...,
         replica: _builtins.str = ...,
         samples: _abc.Iterable[_common_pb2.Sample] | None = ...,
+        replicas: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sample", b"sample"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["replica", b"replica", "sample", b"sample", "samples", b"samples"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["replica", b"replica", "replicas", b"replicas", "sample", b"sample", "samples", b"samples"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -87,7 +87,7 @@ class InferenceGatewayServiceServicer:
     """
 
     def GenerateGroup(self, request, context):
-        """Draws n samples of one prompt; each finished sample is one message.
+        """Draws n samples of one prompt, on several replicas when that is faster; each finished sample is one message.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -34,7 +34,7 @@ class InferenceGatewayServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> InferenceGatewayServiceAsyncStub: ...
     GenerateGroup: _grpc.UnaryStreamMultiCallable[_inference_gateway_service_pb2.GenerateGroupRequest, _inference_gateway_service_pb2.GenerateGroupResponse]
-    """Draws n samples of one prompt; each finished sample is one message."""
+    """Draws n samples of one prompt, on several replicas when that is faster; each finished sample is one message."""
     Abort: _grpc.UnaryUnaryMultiCallable[_inference_gateway_service_pb2.AbortRequest, _inference_gateway_service_pb2.AbortResponse]
     """Stops a group; its samples end with finish_reason "abort"."""
     RegisterReplica: _grpc.UnaryUnaryMultiCallable[_inference_gateway_service_pb2.RegisterReplicaRequest, _inference_gateway_service_pb2.RegisterReplicaResponse]
@@ -58,7 +58,7 @@ class InferenceGatewayServiceAsyncStub(InferenceGatewayServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     GenerateGroup: _aio.UnaryStreamMultiCallable[_inference_gateway_service_pb2.GenerateGroupRequest, _inference_gateway_service_pb2.GenerateGroupResponse]  # type: ignore[assignment]
-    """Draws n samples of one prompt; each finished sample is one message."""
+    """Draws n samples of one prompt, on several replicas when that is faster; each finished sample is one message."""
     Abort: _aio.UnaryUnaryMultiCallable[_inference_gateway_service_pb2.AbortRequest, _inference_gateway_service_pb2.AbortResponse]  # type: ignore[assignment]
     """Stops a group; its samples end with finish_reason "abort"."""
     RegisterReplica: _aio.UnaryUnaryMultiCallable[_inference_gateway_service_pb2.RegisterReplicaRequest, _inference_gateway_service_pb2.RegisterReplicaResponse]  # type: ignore[assignment]
@@ -85,7 +85,7 @@ class InferenceGatewayServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _inference_gateway_service_pb2.GenerateGroupRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_inference_gateway_service_pb2.GenerateGroupResponse], _abc.AsyncIterator[_inference_gateway_service_pb2.GenerateGroupResponse]]:
-        """Draws n samples of one prompt; each finished sample is one message."""
+        """Draws n samples of one prompt, on several replicas when that is faster; each finished sample is one message."""
 
     @_abc_1.abstractmethod
     def Abort(
