@@ -1,4 +1,4 @@
-"""Least in-flight tokens first. Default: groups differ in size by two orders of magnitude, requests do not tell."""
+"""Least in-flight tokens first: requests differ in size by two orders of magnitude, their number does not tell."""
 
 from collections.abc import Sequence
 
