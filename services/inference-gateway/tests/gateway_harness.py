@@ -73,13 +73,14 @@ class Gateway:
     def __init__(self, stub, http):
         self.stub, self.http = stub, http
 
-    async def register(self, name, *, model="m", version=0, grpc_address="", http_url=""):
+    async def register(self, name, *, model="m", version=0, grpc_address="", http_url="", engine=""):
         replica = Replica(
             name=f"replicas/{name}",
             model_id=model,
             version=version,
             grpc_address=grpc_address,
             http_url=http_url,
+            engine=engine,
             role=Replica.ROLE_BOTH,
         )
         await self.stub.RegisterReplica(pb.RegisterReplicaRequest(replica=replica), timeout=5)
@@ -88,8 +89,9 @@ class Gateway:
 
 @asynccontextmanager
 async def gateway(**fields):
+    """Idle replicas take requests in the order in which they registered, unless `routing` says otherwise."""
     defaults = {"listen": "127.0.0.1:0", "http_listen": "127.0.0.1:0", "drain_seconds": 0, "startup_grace_seconds": 0}
-    settings = GatewaySettings(**{**defaults, **fields})
+    settings = GatewaySettings(**{**defaults, "routing": "least_loaded", **fields})
     async with (
         build(settings) as service,
         running(service, settings) as bound,

@@ -6,7 +6,8 @@ from collections import Counter
 from contextlib import AsyncExitStack, aclosing
 
 import pytest
-from gateway_harness import FakeEngine, answers, engine_server, gateway, group
+from aiohttp import web
+from gateway_harness import FakeEngine, answers, engine_server, gateway, group, http_server
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -152,6 +153,24 @@ async def test_a_group_is_split_and_every_share_draws_what_one_replica_would_hav
     assert [share.num_samples for share in shares] == [3, 3, 2]
     assert [share.sampling.seed for share in shares] == [sample_seed(77, first) for first in (0, 3, 6)]
     assert splits[0].lengths == {"replicas/a": 3, "replicas/b": 3, "replicas/c": 2}
+
+
+async def test_shares_of_an_engine_that_counts_seeds_up_begin_where_the_group_would(splits):
+    bodies = []
+
+    async def engine(request):
+        bodies.append(body := await request.json())
+        one = {"token_ids": [2], "logprobs": {"token_logprobs": [-0.5]}, "finish_reason": "stop"}
+        return web.json_response({"choices": [{"index": index, **one} for index in range(body["n"])]})
+
+    async with gateway() as door, http_server(engine) as first, http_server(engine) as second:
+        await door.register("a", http_url=first, engine="vllm")
+        await door.register("b", http_url=second, engine="vllm")
+        request = group(n=5, whole_group=True)
+        request.sampling.seed = 40
+        (response,) = await answers(door.stub.GenerateGroup(request, timeout=10))
+    assert [sample.index for sample in response.samples] == list(range(5))
+    assert sorted((body["seed"], body["n"]) for body in bodies) == [(40, 3), (43, 2)]
 
 
 async def test_the_whole_group_comes_as_one_message_with_the_replica_of_each_sample(splits):

@@ -3,9 +3,13 @@
 import asyncio
 
 from reflux_inference_gateway.engines.base import ReplicaClient
+from reflux_inference_gateway.engines.openai import OpenAiReplica
 from reflux_inference_gateway.engines.torch import TorchReplica
 from reflux_inference_gateway.replicas import ReplicaInfo
 from reflux_kit.settings import ServiceSettings
+
+_SAME_SEED_FOR_ALL = ("sglang",)
+"""Engines that draw all n samples of a request from its one seed."""
 
 
 class ReplicaClients:
@@ -17,10 +21,15 @@ class ReplicaClients:
 
     def get(self, info: ReplicaInfo) -> ReplicaClient:
         """The client of a replica."""
-        key = (info.name, info.grpc_address)
+        key = (info.name, info.grpc_address or info.http_url)
         if key not in self._clients:
-            self._clients[key] = TorchReplica(info.grpc_address, self._settings)
+            self._clients[key] = self._new(info)
         return self._clients[key]
+
+    def _new(self, info: ReplicaInfo) -> ReplicaClient:
+        if info.grpc_address:
+            return TorchReplica(info.grpc_address, self._settings)
+        return OpenAiReplica(info.http_url, info.model_id, seeds_samples=info.engine not in _SAME_SEED_FOR_ALL)
 
     async def forget_all_but(self, known: set[str]) -> None:
         """Closes clients of replicas whose name is not in `known`."""

@@ -56,6 +56,10 @@ class Replica:
     inflight_requests: int = 0
     dispatched: int = 0
 
+    def version(self) -> int:
+        """The weight version that it said last it serves."""
+        return self.info.version
+
     def candidate(self) -> Candidate:
         """The view that routing policies get."""
         return Candidate(
@@ -194,7 +198,7 @@ class ReplicaTable:
         excluded: Iterable[str] = (),
         http: bool = False,
     ) -> list[Replica]:
-        """Healthy entries that may take a request now; `http` asks for an OpenAI-compatible door, else for gRPC."""
+        """Healthy entries that may take a request now; `http` asks for an OpenAI-compatible door, else any will do."""
         return [
             entry
             for entry in self.entries(model_id)
@@ -203,7 +207,7 @@ class ReplicaTable:
             and entry.info.version >= min_version
             and version in (None, entry.info.version)
             and entry.info.name not in excluded
-            and (entry.info.http_url if http else entry.info.grpc_address)
+            and (entry.info.http_url or not http)
         ]
 
 

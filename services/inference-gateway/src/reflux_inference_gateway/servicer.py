@@ -187,7 +187,8 @@ class InferenceGatewayServicer(InferenceGatewayServiceServicer):
             running.clients.append(client)
             try:
                 share = call if part.count == call.num_samples else call.share(part.first, part.count)
-                async with aclosing(client.generate(share, context.time_remaining())) as batches:
+                samples_of = client.generate(share, context.time_remaining(), replica.version)
+                async with aclosing(samples_of) as batches:
                     async for samples in batches:
                         yield replica.info.name, samples
             finally:

@@ -1,7 +1,7 @@
 """How the gateway speaks to one replica's generation API, whatever engine is behind it."""
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 
 from reflux.common.v1.common_pb2 import Sample
 from reflux_inference_gateway.wire import GroupCall
@@ -16,8 +16,13 @@ class ReplicaClient(ABC):
     """
 
     @abstractmethod
-    def generate(self, call: GroupCall, deadline_seconds: float | None) -> AsyncGenerator[Sequence[Sample], None]:
-        """Yields finished samples until the group is complete; closing the iterator cancels the group there."""
+    def generate(
+        self, call: GroupCall, deadline_seconds: float | None, serving: Callable[[], int]
+    ) -> AsyncGenerator[Sequence[Sample], None]:
+        """Yields finished samples until the group is complete; closing the iterator cancels the group there.
+
+        `serving` is the weight version that the replica says it serves, for engines that do not mark their tokens.
+        """
 
     @abstractmethod
     async def abort(self, request_id: str) -> None:

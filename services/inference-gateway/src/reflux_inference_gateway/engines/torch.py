@@ -1,6 +1,6 @@
 """The embedded engine over gRPC: one message per group when the caller wants the whole group."""
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import TYPE_CHECKING
 
 import grpc
@@ -32,7 +32,9 @@ class TorchReplica(ReplicaClient):
         self._channel = open_channel(address, settings, subject="inference-gateway")
         self._stub: EngineServiceAsyncStub = EngineServiceStub(self._channel)
 
-    async def generate(self, call: GroupCall, deadline_seconds: float | None) -> AsyncGenerator[Sequence[Sample], None]:
+    async def generate(
+        self, call: GroupCall, deadline_seconds: float | None, serving: Callable[[], int]
+    ) -> AsyncGenerator[Sequence[Sample], None]:
         request = pb.GenerateRequest(
             request_id=call.request_id,
             prompt_token_ids=call.prompt_token_ids,
