@@ -89,12 +89,13 @@ def info(number, **fields):
 
 
 async def relay(made, draw, samples):
-    async def send(replica, part):
-        for index in range(part.first, part.first + part.count):
+    async def send(replica, share):
+        for index in range(share.first, share.first + share.count):
             for _ in range(draw.randrange(4)):
                 await asyncio.sleep(0)
             if draw.random() < 0.05:
                 raise ReplicaLost("died")
+            made.finished(share, 1, [3])
             yield index
 
     ask = Ask(num_samples=6, num_prompt_tokens=10, max_tokens=5)
@@ -115,6 +116,26 @@ async def weather(made, draw, replicas):
             case _:
                 made.table.heartbeat(info(draw.randrange(replicas)), made.clock())
         made.changes.notify()
+
+
+async def test_the_load_of_a_share_falls_with_each_sample_that_is_done():
+    made = Dispatcher(table=ReplicaTable(), fleet=Fleet(), new_policy=EvenSplit, replica_wait_seconds=0.0)
+    entries = [made.table.register(info(number), made.clock()) for number in range(2)]
+    loads = []
+
+    async def send(replica, share):
+        for _ in range(share.count):
+            loads.append((replica.info.name, replica.inflight_tokens))
+            made.finished(share, 1, [3])
+            yield replica.info.name
+
+    ask = Ask(num_samples=3, num_prompt_tokens=10, max_tokens=5)
+    async with aclosing(
+        made.stream_group(Want(model_id="m", num_tokens=25, ask=ask, deadline_seconds=5), send)
+    ) as all_:
+        assert sorted([name async for name in all_]) == ["replicas/0", "replicas/0", "replicas/1"]
+    assert sorted(loads) == [("replicas/0", 15), ("replicas/0", 20), ("replicas/1", 15)]
+    assert [entry.inflight_tokens for entry in entries] == [0, 0]
 
 
 class AbortableEngine(FakeEngine):

@@ -29,24 +29,21 @@ class GivenUp(Exception):
     """The request was aborted while it waited for a replica."""
 
 
-@dataclass(frozen=True)
-class Part:
-    """Samples `first .. first + count - 1` of a group."""
-
-    first: int
-    count: int
-
-
-@dataclass
-class _Share:
-    """One part of a request on its way: where it has been, and where its load is counted now."""
+@dataclass(eq=False)
+class Share:
+    """One part of a request on its way: samples `first .. first + count - 1`."""
 
     want: Want
-    part: Part
+    """The request as far as it is this part."""
+    first: int
+    count: int
     stay: Stay
     deadline: float
     attempts: Attempts = field(default_factory=Attempts.none)
     replica: Replica | None = None
+    """Where its load is counted now."""
+    load: int = 0
+    """Tokens that are counted there."""
     given_up: bool = False
 
 
@@ -75,7 +72,7 @@ class Dispatcher:
         iterator (`aclosing`) to cancel the request upstream.
         """
         with self._staying(want) as stay:
-            share = _Share(want, Part(0, want.num_samples), stay, self.clock() + want.deadline_seconds)
+            share = Share(want, 0, want.num_samples, stay, self.clock() + want.deadline_seconds)
             async with aclosing(self._served(share, lambda replica, _: send(replica))) as items:
                 async for item in items:
                     yield item
@@ -83,7 +80,7 @@ class Dispatcher:
                 raise GivenUp
 
     async def stream_group(
-        self, want: Want, send: Callable[[Replica, Part], AsyncGenerator[T, None]]
+        self, want: Want, send: Callable[[Replica, Share], AsyncGenerator[T, None]]
     ) -> AsyncGenerator[T, None]:
         """Like `stream`, but several replicas may each take a part of the samples, as the routing policy splits them.
 
@@ -102,9 +99,17 @@ class Dispatcher:
             if any(share.given_up for share in shares):
                 raise GivenUp
 
-    def finished(self, want: Want, name: str, generated_tokens: Sequence[int]) -> None:
-        """Tells the routing policy how long samples became that a replica completed."""
-        self._policy(want.model_id).finished(name, want.ask or Ask(), generated_tokens)
+    def finished(self, share: Share, num_samples: int, generated_tokens: Sequence[int]) -> None:
+        """Samples of a share are done: their load ends, and the routing policy learns how long they became (without
+        those that were aborted).
+        """
+        ask = share.want.ask
+        if share.replica is None or ask is None:
+            return
+        done = min(share.load, num_samples * ask.max_tokens)
+        share.load -= done
+        self.table.lighten(share.replica.info.name, done)
+        self._policy(share.want.model_id).finished(share.replica.info.name, ask, generated_tokens)
 
     def forget(self, name: str) -> None:
         """A replica left or is a new process: nothing that policies know of its cache holds."""
@@ -135,7 +140,7 @@ class Dispatcher:
             metrics.REQUESTS.labels(outcome).inc()
 
     async def _served(
-        self, share: _Share, send: Callable[[Replica, Part], AsyncGenerator[T, None]]
+        self, share: Share, send: Callable[[Replica, Share], AsyncGenerator[T, None]]
     ) -> AsyncGenerator[T, None]:
         """What the replica of a share yields, or the next one's when it is lost with nothing out."""
         while True:
@@ -146,7 +151,7 @@ class Dispatcher:
                 return
             share.stay.start()
             try:
-                async with aclosing(send(replica, share.part)) as items:
+                async with aclosing(send(replica, share)) as items:
                     while True:
                         try:
                             item = await self._next(replica.info.name, items)
@@ -174,7 +179,7 @@ class Dispatcher:
                 raise
             raise ReplicaLost("it sends no heartbeat any more") from error
 
-    def _lose(self, share: _Share, replica: Replica, error: ReplicaLost) -> None:
+    def _lose(self, share: Share, replica: Replica, error: ReplicaLost) -> None:
         self.table.mark_lost(replica.info.name)
         self.changes.notify()
         if not share.attempts.may_reissue():
@@ -184,38 +189,38 @@ class Dispatcher:
         metrics.REISSUED.inc()
         share.stay.stop()
 
-    async def _place(self, share: _Share) -> Replica:
+    async def _place(self, share: Share) -> Replica:
         """Waits for a replica that takes the share, and counts its load there from this moment."""
         found = await self._fitting(share.want, share.attempts, share.deadline)
         candidates = [entry.candidate() for entry in found]
         return self._seat(share, self._policy(share.want.model_id).choose(candidates, share.want.ask or Ask()))
 
-    async def _split(self, want: Want, stay: Stay) -> list[_Share]:
+    async def _split(self, want: Want, stay: Stay) -> list[Share]:
         """Waits for replicas that fit, and counts the load of every share from this moment."""
         deadline = self.clock() + want.deadline_seconds
         found = await self._fitting(want, Attempts.none(), deadline)
         parts = self._policy(want.model_id).split([entry.candidate() for entry in found], want.ask or Ask())
         shares, first = [], 0
         for one in parts:
-            share = _Share(want.narrowed(one.num_samples), Part(first, one.num_samples), stay, deadline)
+            share = Share(want.narrowed(one.num_samples), first, one.num_samples, stay, deadline)
             self._seat(share, one.name)
             shares.append(share)
             first += one.num_samples
         assert first == want.num_samples, f"the policy split {want.num_samples} samples into {parts}"
         return shares
 
-    def _seat(self, share: _Share, name: str) -> Replica:
+    def _seat(self, share: Share, name: str) -> Replica:
         replica = self.table.get(name)
         assert replica is not None, f"the policy chose {name}, which is no candidate"
         self.table.dispatched(name, share.want.num_tokens)
         share.attempts.tried.append(name)
-        share.replica = replica
+        share.replica, share.load = replica, share.want.num_tokens
         return replica
 
-    def _leave(self, share: _Share) -> None:
+    def _leave(self, share: Share) -> None:
         if share.replica is not None:
-            self.table.answered(share.replica.info.name, share.want.num_tokens)
-            share.replica = None
+            self.table.answered(share.replica.info.name, share.load)
+            share.replica, share.load = None, 0
 
     def _policy(self, model_id: str) -> RoutingPolicy:
         if model_id not in self._policies:

@@ -150,11 +150,16 @@ class ReplicaTable:
         entry.dispatched += 1
 
     def answered(self, name: str, num_tokens: int) -> None:
-        """Takes a request's tokens off again; harmless when the entry was forgotten meanwhile."""
+        """Takes a request's tokens off that are left; harmless when the entry was forgotten meanwhile."""
         entry = self._replicas.get(name)
         if entry is not None:
             entry.inflight_tokens -= num_tokens
             entry.inflight_requests -= 1
+
+    def lighten(self, name: str, num_tokens: int) -> None:
+        """Takes off tokens of a request that goes on."""
+        if (entry := self._replicas.get(name)) is not None:
+            entry.inflight_tokens -= num_tokens
 
     def get(self, name: str) -> Replica | None:
         """One entry, or None."""

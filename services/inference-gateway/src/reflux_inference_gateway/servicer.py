@@ -10,7 +10,7 @@ from reflux.inference_gateway.v1.inference_gateway_service_pb2_grpc import Infer
 from reflux_inference_gateway import metrics
 from reflux_inference_gateway.answers import Batch, aborted, generated_tokens, one_by_one, whole_group
 from reflux_inference_gateway.clients import ReplicaClients
-from reflux_inference_gateway.dispatch import Dispatcher, GivenUp, Part
+from reflux_inference_gateway.dispatch import Dispatcher, GivenUp, Share
 from reflux_inference_gateway.engines.base import ReplicaClient
 from reflux_inference_gateway.replicas import Replica
 from reflux_inference_gateway.routing.base import Ask
@@ -80,7 +80,6 @@ class InferenceGatewayServicer(InferenceGatewayServiceServicer):
             async with aclosing(self._dispatcher.stream_group(want, self._sender(call, running, context))) as batches:
                 async for replica, samples in batches:
                     metrics.count_samples(call.model_id, samples)
-                    self._dispatcher.finished(want, replica, generated_tokens(samples))
                     missing.difference_update(sample.index for sample in samples)
                     yield replica, samples
         except GivenUp:
@@ -181,15 +180,16 @@ class InferenceGatewayServicer(InferenceGatewayServiceServicer):
 
     def _sender(
         self, call: GroupCall, running: _Running, context: Any
-    ) -> Callable[[Replica, Part], AsyncGenerator[Batch, None]]:
-        async def send(replica: Replica, part: Part) -> AsyncGenerator[Batch, None]:
+    ) -> Callable[[Replica, Share], AsyncGenerator[Batch, None]]:
+        async def send(replica: Replica, share: Share) -> AsyncGenerator[Batch, None]:
             client = self._clients.get(replica.info)
             running.clients.append(client)
             try:
-                share = call if part.count == call.num_samples else call.share(part.first, part.count)
-                samples_of = client.generate(share, context.time_remaining(), replica.version)
+                part = call if share.count == call.num_samples else call.share(share.first, share.count)
+                samples_of = client.generate(part, context.time_remaining(), replica.version)
                 async with aclosing(samples_of) as batches:
                     async for samples in batches:
+                        self._dispatcher.finished(share, len(samples), generated_tokens(samples))
                         yield replica.info.name, samples
             finally:
                 running.clients.remove(client)
