@@ -1,6 +1,6 @@
 """What callers of GenerateGroup get: finished samples one by one, or the whole group in one message."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from reflux.common.v1.common_pb2 import Sample
 from reflux.inference_gateway.v1 import inference_gateway_service_pb2 as pb
@@ -20,23 +20,27 @@ def one_by_one(batch: Batch) -> Iterator[pb.GenerateGroupResponse]:
 
 
 def whole_group(batches: Sequence[Batch]) -> Iterator[pb.GenerateGroupResponse]:
-    """All samples by index, in one message or in as few as fit. Messages of a single replica are passed on as they are:
-    it has sorted them, and cut them to size.
-    """
-    if len({replica for replica, _ in batches}) == 1:
-        for replica, samples in batches:
-            yield pb.GenerateGroupResponse(replica=replica, samples=samples)
+    """All samples by index, in one message or in as few as fit; a single message of a replica is passed on as it is."""
+    if len(batches) == 1:
+        ((replica, samples),) = batches
+        yield pb.GenerateGroupResponse(replica=replica, samples=samples)
         return
     made = sorted(((sample, replica) for replica, samples in batches for sample in samples), key=lambda it: it[0].index)
     for part in _parts(made):
         replicas = [replica for _, replica in part]
+        several = len(set(replicas)) > 1
         samples = [sample for sample, _ in part]
-        yield pb.GenerateGroupResponse(replica=replicas[0], samples=samples, replicas=replicas)
+        yield pb.GenerateGroupResponse(replica=replicas[0], samples=samples, replicas=replicas if several else ())
 
 
-def aborted(indices: Iterable[int]) -> list[Sample]:
-    """The answer to samples that were aborted before a replica had them."""
-    return [Sample(index=index, finish_reason="abort") for index in indices]
+def aborted(samples: Sequence[Sample]) -> list[Sample]:
+    """The answer to samples that were aborted while no replica had them, with the tokens that they have."""
+    left = []
+    for sample in samples:
+        left.append(end := Sample())
+        end.CopyFrom(sample)
+        end.finish_reason = "abort"
+    return left
 
 
 def generated_tokens(samples: Sequence[Sample]) -> list[int]:

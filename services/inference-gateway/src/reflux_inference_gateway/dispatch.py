@@ -29,6 +29,10 @@ class GivenUp(Exception):
     """The request was aborted while it waited for a replica."""
 
 
+class Parked(Exception):
+    """A share was stopped for a pause and goes on after it. Senders raise it; they know what is missing."""
+
+
 @dataclass(eq=False)
 class Share:
     """One part of a request on its way: samples `first .. first + count - 1`."""
@@ -146,11 +150,7 @@ class Dispatcher:
         while True:
             try:
                 replica = share.replica or await self._place(share)
-            except GivenUp:
-                share.given_up = True
-                return
-            share.stay.start()
-            try:
+                share.stay.start()
                 async with aclosing(send(replica, share)) as items:
                     while True:
                         try:
@@ -160,7 +160,14 @@ class Dispatcher:
                         share.attempts.delivered = True
                         yield item
             except ReplicaLost as error:
-                self._lose(share, replica, error)
+                self._lose(share, error)
+            except Parked:
+                share.attempts = Attempts.none()
+                share.stay.stop()
+                self.changes.notify()
+            except GivenUp:
+                share.given_up = True
+                return
             finally:
                 self._leave(share)
 
@@ -179,12 +186,13 @@ class Dispatcher:
                 raise
             raise ReplicaLost("it sends no heartbeat any more") from error
 
-    def _lose(self, share: Share, replica: Replica, error: ReplicaLost) -> None:
-        self.table.mark_lost(replica.info.name)
+    def _lose(self, share: Share, error: ReplicaLost) -> None:
+        name = share.attempts.tried[-1]
+        self.table.mark_lost(name)
         self.changes.notify()
         if not share.attempts.may_reissue():
             raise GenerationLost(
-                f"{replica.info.name} broke off ({error}); {_why_not_again(share.attempts)}", replica=replica.info.name
+                f"{name} broke off ({error}); {_why_not_again(share.attempts)}", replica=name
             ) from error
         metrics.REISSUED.inc()
         share.stay.stop()

@@ -36,6 +36,7 @@ class Fleet:
     max_held: int = 4096
     ledger: Ledger = field(default_factory=Ledger)
     _paused: set[str] = field(default_factory=set)
+    _parked: set[str] = field(default_factory=set)
     _held_by_model: dict[str, int] = field(default_factory=dict)
     _running_by_model: dict[str, int] = field(default_factory=dict)
 
@@ -79,18 +80,30 @@ class Fleet:
             self._add(self._held_by_model, model_id, -1)
         setattr(self.ledger, outcome, getattr(self.ledger, outcome) + 1)
 
-    def pause(self, model_id: str = "") -> int:
-        """Holds new requests of a model (of all when empty); returns how many run on."""
-        self._paused.add(model_id or ALL_MODELS)
+    def is_parked(self, model_id: str) -> bool:
+        """True when not even running requests of the model go on."""
+        return ALL_MODELS in self._parked or model_id in self._parked
+
+    def running(self, model_id: str = "") -> int:
+        """Requests of a model (of all when empty) that replicas have."""
         return self._running_by_model.get(model_id, 0) if model_id else self.ledger.running
+
+    def pause(self, model_id: str = "", *, park: bool = False) -> int:
+        """Holds new requests of a model (of all when empty); returns how many run on. `park` is for those, too."""
+        self._paused.add(model_id or ALL_MODELS)
+        if park:
+            self._parked.add(model_id or ALL_MODELS)
+        return self.running(model_id)
 
     def resume(self, model_id: str = "") -> int:
         """Releases held requests; returns how many. Empty ends every pause, that of single models included."""
         before = self._held_while_paused()
         if model_id:
             self._paused.discard(model_id)
+            self._parked.discard(model_id)
         else:
             self._paused.clear()
+            self._parked.clear()
         return before - self._held_while_paused()
 
     def _held_while_paused(self) -> int:

@@ -2,11 +2,12 @@
 
 import math
 import re
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 from reflux.common.v1.common_pb2 import SamplingParams
 from reflux.inference_gateway.v1 import inference_gateway_service_pb2 as gateway_pb
 from reflux.inference_gateway.v1.replica_pb2 import Replica as ReplicaMessage
+from reflux_inference_gateway.fleet import Ledger
 from reflux_inference_gateway.replicas import Replica, ReplicaInfo, Role
 from reflux_kit.errors import InvalidRequest
 
@@ -31,6 +32,7 @@ class GroupCall:
     max_lag: int | None = None
     version: int | None = None
     session: str = ""
+    group: str = ""
     whole_group: bool = False
     first_sample: int = 0
     """Index of the first sample, where the call is a part of a larger group: seeds and indexes count from there."""
@@ -60,7 +62,8 @@ def parse_group(request: gateway_pb.GenerateGroupRequest) -> GroupCall:
         min_version=request.min_version,
         max_lag=request.max_lag if request.HasField("max_lag") else None,
         version=parse_version(request.version) if request.HasField("version") else None,
-        session=parse_session(request.session),
+        session=parse_key(request.session, "session"),
+        group=parse_key(request.group, "group"),
         whole_group=request.whole_group,
     )
 
@@ -79,11 +82,24 @@ def parse_version(version: int) -> int:
     return version
 
 
-def parse_session(session: str) -> str:
+def parse_key(key: str, field: str) -> str:
     """Empty, or 1 to 256 visible ASCII characters."""
-    if session and not _ID.fullmatch(session):
-        raise InvalidRequest("session must be up to 256 visible ASCII characters", field="session")
-    return session
+    if key and not _ID.fullmatch(key):
+        raise InvalidRequest(f"{field} must be up to 256 visible ASCII characters", field=field)
+    return key
+
+
+def parse_abort(request: gateway_pb.AbortRequest) -> dict[str, str]:
+    """The fields of an Abort request that are set; raises InvalidRequest when none is."""
+    fields = {field.name: parse_key(value, field.name) for field, value in request.ListFields()}
+    if not fields:
+        raise InvalidRequest("one of request_id, session, group and run is required", field="request_id")
+    return fields
+
+
+def ledger_message(ledger: Ledger) -> gateway_pb.Ledger:
+    """The counts as clients see them."""
+    return gateway_pb.Ledger(**asdict(ledger))
 
 
 def parse_prompt(token_ids: object) -> tuple[int, ...]:

@@ -1,5 +1,6 @@
 """The embedded engine over gRPC: one message per group when the caller wants the whole group."""
 
+import logging
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,8 @@ from reflux_kit.settings import ServiceSettings
 
 if TYPE_CHECKING:
     from reflux.inference_gateway.v1.engine_service_pb2_grpc import EngineServiceAsyncStub
+
+log = logging.getLogger(__name__)
 
 _ABORT_SECONDS = 5.0
 
@@ -56,7 +59,10 @@ class TorchReplica(ReplicaClient):
             raise ReplicaLost(f"{self._address} ended the stream with {missing} samples missing")
 
     async def abort(self, request_id: str) -> None:
-        await self._stub.AbortRequests(pb.AbortRequestsRequest(request_ids=[request_id]), timeout=_ABORT_SECONDS)
+        try:
+            await self._stub.AbortRequests(pb.AbortRequestsRequest(request_ids=[request_id]), timeout=_ABORT_SECONDS)
+        except aio.AioRpcError as error:  # its requests end with it
+            log.warning("%s did not hear of the abort of %s: %s", self._address, request_id, error.details())
 
     async def close(self) -> None:
         await self._channel.close()

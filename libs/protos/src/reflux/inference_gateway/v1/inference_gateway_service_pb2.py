@@ -26,7 +26,7 @@ from reflux.common.v1 import common_pb2 as reflux_dot_common_dot_v1_dot_common__
 from reflux.inference_gateway.v1 import replica_pb2 as reflux_dot_inference__gateway_dot_v1_dot_replica__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n;reflux/inference_gateway/v1/inference_gateway_service.proto\x12\x1breflux.inference_gateway.v1\x1a\x1dreflux/common/v1/common.proto\x1a)reflux/inference_gateway/v1/replica.proto\"\x9e\x02\n\x14GenerateGroupRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x10\n\x08model_id\x18\x02 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x03 \x03(\r\x12\x13\n\x0bnum_samples\x18\x04 \x01(\r\x12\x32\n\x08sampling\x18\x05 \x01(\x0b\x32 .reflux.common.v1.SamplingParams\x12\x13\n\x0bmin_version\x18\x06 \x01(\x03\x12\x13\n\x0bwhole_group\x18\x07 \x01(\x08\x12\x14\n\x07max_lag\x18\x08 \x01(\rH\x00\x88\x01\x01\x12\x14\n\x07version\x18\t \x01(\x03H\x01\x88\x01\x01\x12\x0f\n\x07session\x18\n \x01(\tB\n\n\x08_max_lagB\n\n\x08_version\"\x8f\x01\n\x15GenerateGroupResponse\x12(\n\x06sample\x18\x01 \x01(\x0b\x32\x18.reflux.common.v1.Sample\x12\x0f\n\x07replica\x18\x02 \x01(\t\x12)\n\x07samples\x18\x03 \x03(\x0b\x32\x18.reflux.common.v1.Sample\x12\x10\n\x08replicas\x18\x04 \x03(\t\"\"\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x1e\n\rAbortResponse\x12\r\n\x05\x66ound\x18\x01 \x01(\x08\"O\n\x16RegisterReplicaRequest\x12\x35\n\x07replica\x18\x01 \x01(\x0b\x32$.reflux.inference_gateway.v1.Replica\"k\n\x17RegisterReplicaResponse\x12\x35\n\x07replica\x18\x01 \x01(\x0b\x32$.reflux.inference_gateway.v1.Replica\x12\x19\n\x11heartbeat_seconds\x18\x02 \x01(\x01\"I\n\x10HeartbeatRequest\x12\x35\n\x07replica\x18\x01 \x01(\x0b\x32$.reflux.inference_gateway.v1.Replica\"+\n\x11HeartbeatResponse\x12\x16\n\x0eregister_again\x18\x01 \x01(\x08\"(\n\x18\x44\x65registerReplicaRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"R\n\x19\x44\x65registerReplicaResponse\x12\x35\n\x07replica\x18\x01 \x01(\x0b\x32$.reflux.inference_gateway.v1.Replica\"\'\n\x13ListReplicasRequest\x12\x10\n\x08model_id\x18\x01 \x01(\t\"N\n\x14ListReplicasResponse\x12\x36\n\x08replicas\x18\x01 \x03(\x0b\x32$.reflux.inference_gateway.v1.Replica\"%\n\x11PauseFleetRequest\x12\x10\n\x08model_id\x18\x01 \x01(\t\"%\n\x12PauseFleetResponse\x12\x0f\n\x07running\x18\x01 \x01(\r\"&\n\x12ResumeFleetRequest\x12\x10\n\x08model_id\x18\x01 \x01(\t\"\'\n\x13ResumeFleetResponse\x12\x10\n\x08released\x18\x01 \x01(\r\"\x13\n\x11WatchFleetRequest\"c\n\x12WatchFleetResponse\x12\x36\n\x08replicas\x18\x01 \x03(\x0b\x32$.reflux.inference_gateway.v1.Replica\x12\x15\n\rpaused_models\x18\x02 \x03(\t2\xa9\x08\n\x17InferenceGatewayService\x12x\n\rGenerateGroup\x12\x31.reflux.inference_gateway.v1.GenerateGroupRequest\x1a\x32.reflux.inference_gateway.v1.GenerateGroupResponse0\x01\x12^\n\x05\x41\x62ort\x12).reflux.inference_gateway.v1.AbortRequest\x1a*.reflux.inference_gateway.v1.AbortResponse\x12|\n\x0fRegisterReplica\x12\x33.reflux.inference_gateway.v1.RegisterReplicaRequest\x1a\x34.reflux.inference_gateway.v1.RegisterReplicaResponse\x12j\n\tHeartbeat\x12-.reflux.inference_gateway.v1.HeartbeatRequest\x1a..reflux.inference_gateway.v1.HeartbeatResponse\x12\x82\x01\n\x11\x44\x65registerReplica\x12\x35.reflux.inference_gateway.v1.DeregisterReplicaRequest\x1a\x36.reflux.inference_gateway.v1.DeregisterReplicaResponse\x12s\n\x0cListReplicas\x12\x30.reflux.inference_gateway.v1.ListReplicasRequest\x1a\x31.reflux.inference_gateway.v1.ListReplicasResponse\x12m\n\nPauseFleet\x12..reflux.inference_gateway.v1.PauseFleetRequest\x1a/.reflux.inference_gateway.v1.PauseFleetResponse\x12p\n\x0bResumeFleet\x12/.reflux.inference_gateway.v1.ResumeFleetRequest\x1a\x30.reflux.inference_gateway.v1.ResumeFleetResponse\x12o\n\nWatchFleet\x12..reflux.inference_gateway.v1.WatchFleetRequest\x1a/.reflux.inference_gateway.v1.WatchFleetResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n;reflux/inference_gateway/v1/inference_gateway_service.proto\x12\x1breflux.inference_gateway.v1\x1a\x1dreflux/common/v1/common.proto\x1a)reflux/inference_gateway/v1/replica.proto\"\xad\x02\n\x14GenerateGroupRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x10\n\x08model_id\x18\x02 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x03 \x03(\r\x12\x13\n\x0bnum_samples\x18\x04 \x01(\r\x12\x32\n\x08sampling\x18\x05 \x01(\x0b\x32 .reflux.common.v1.SamplingParams\x12\x13\n\x0bmin_version\x18\x06 \x01(\x03\x12\x13\n\x0bwhole_group\x18\x07 \x01(\x08\x12\x14\n\x07max_lag\x18\x08 \x01(\rH\x00\x88\x01\x01\x12\x14\n\x07version\x18\t \x01(\x03H\x01\x88\x01\x01\x12\x0f\n\x07session\x18\n \x01(\t\x12\r\n\x05group\x18\x0b \x01(\tB\n\n\x08_max_lagB\n\n\x08_version\"\x8f\x01\n\x15GenerateGroupResponse\x12(\n\x06sample\x18\x01 \x01(\x0b\x32\x18.reflux.common.v1.Sample\x12\x0f\n\x07replica\x18\x02 \x01(\t\x12)\n\x07samples\x18\x03 \x03(\x0b\x32\x18.reflux.common.v1.Sample\x12\x10\n\x08replicas\x18\x04 \x03(\t\"O\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07session\x18\x02 \x01(\t\x12\r\n\x05group\x18\x03 \x01(\t\x12\x0b\n\x03run\x18\x04 \x01(\t\"4\n\rAbortResponse\x12\r\n\x05\x66ound\x18\x01 \x01(\x08\x12\x14\n\x0cnum_requests\x18\x02 \x01(\r\"O\n\x16RegisterReplicaRequest\x12\x35\n\x07replica\x18\x01 \x01(\x0b\x32$.reflux.inference_gateway.v1.Replica\"k\n\x17RegisterReplicaResponse\x12\x35\n\x07replica\x18\x01 \x01(\x0b\x32$.reflux.inference_gateway.v1.Replica\x12\x19\n\x11heartbeat_seconds\x18\x02 \x01(\x01\"I\n\x10HeartbeatRequest\x12\x35\n\x07replica\x18\x01 \x01(\x0b\x32$.reflux.inference_gateway.v1.Replica\"+\n\x11HeartbeatResponse\x12\x16\n\x0eregister_again\x18\x01 \x01(\x08\"(\n\x18\x44\x65registerReplicaRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"R\n\x19\x44\x65registerReplicaResponse\x12\x35\n\x07replica\x18\x01 \x01(\x0b\x32$.reflux.inference_gateway.v1.Replica\"\'\n\x13ListReplicasRequest\x12\x10\n\x08model_id\x18\x01 \x01(\t\"N\n\x14ListReplicasResponse\x12\x36\n\x08replicas\x18\x01 \x03(\x0b\x32$.reflux.inference_gateway.v1.Replica\"\xa7\x01\n\x11PauseFleetRequest\x12\x10\n\x08model_id\x18\x01 \x01(\t\x12\x41\n\x04mode\x18\x02 \x01(\x0e\x32\x33.reflux.inference_gateway.v1.PauseFleetRequest.Mode\"=\n\x04Mode\x12\x14\n\x10MODE_UNSPECIFIED\x10\x00\x12\r\n\tMODE_HOLD\x10\x01\x12\x10\n\x0cMODE_PARTIAL\x10\x02\"Z\n\x12PauseFleetResponse\x12\x0f\n\x07running\x18\x01 \x01(\r\x12\x33\n\x06ledger\x18\x02 \x01(\x0b\x32#.reflux.inference_gateway.v1.Ledger\"n\n\x06Ledger\x12\x0f\n\x07\x65ntered\x18\x01 \x01(\x04\x12\x0c\n\x04held\x18\x02 \x01(\x04\x12\x0f\n\x07running\x18\x03 \x01(\x04\x12\x11\n\tcompleted\x18\x04 \x01(\x04\x12\x0e\n\x06\x66\x61iled\x18\x05 \x01(\x04\x12\x11\n\tcancelled\x18\x06 \x01(\x04\"&\n\x12ResumeFleetRequest\x12\x10\n\x08model_id\x18\x01 \x01(\t\"\\\n\x13ResumeFleetResponse\x12\x10\n\x08released\x18\x01 \x01(\r\x12\x33\n\x06ledger\x18\x02 \x01(\x0b\x32#.reflux.inference_gateway.v1.Ledger\"\x13\n\x11WatchFleetRequest\"c\n\x12WatchFleetResponse\x12\x36\n\x08replicas\x18\x01 \x03(\x0b\x32$.reflux.inference_gateway.v1.Replica\x12\x15\n\rpaused_models\x18\x02 \x03(\t2\xa9\x08\n\x17InferenceGatewayService\x12x\n\rGenerateGroup\x12\x31.reflux.inference_gateway.v1.GenerateGroupRequest\x1a\x32.reflux.inference_gateway.v1.GenerateGroupResponse0\x01\x12^\n\x05\x41\x62ort\x12).reflux.inference_gateway.v1.AbortRequest\x1a*.reflux.inference_gateway.v1.AbortResponse\x12|\n\x0fRegisterReplica\x12\x33.reflux.inference_gateway.v1.RegisterReplicaRequest\x1a\x34.reflux.inference_gateway.v1.RegisterReplicaResponse\x12j\n\tHeartbeat\x12-.reflux.inference_gateway.v1.HeartbeatRequest\x1a..reflux.inference_gateway.v1.HeartbeatResponse\x12\x82\x01\n\x11\x44\x65registerReplica\x12\x35.reflux.inference_gateway.v1.DeregisterReplicaRequest\x1a\x36.reflux.inference_gateway.v1.DeregisterReplicaResponse\x12s\n\x0cListReplicas\x12\x30.reflux.inference_gateway.v1.ListReplicasRequest\x1a\x31.reflux.inference_gateway.v1.ListReplicasResponse\x12m\n\nPauseFleet\x12..reflux.inference_gateway.v1.PauseFleetRequest\x1a/.reflux.inference_gateway.v1.PauseFleetResponse\x12p\n\x0bResumeFleet\x12/.reflux.inference_gateway.v1.ResumeFleetRequest\x1a\x30.reflux.inference_gateway.v1.ResumeFleetResponse\x12o\n\nWatchFleet\x12..reflux.inference_gateway.v1.WatchFleetRequest\x1a/.reflux.inference_gateway.v1.WatchFleetResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,41 +34,45 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'reflux.inference_gateway.v1
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_GENERATEGROUPREQUEST']._serialized_start=167
-  _globals['_GENERATEGROUPREQUEST']._serialized_end=453
-  _globals['_GENERATEGROUPRESPONSE']._serialized_start=456
-  _globals['_GENERATEGROUPRESPONSE']._serialized_end=599
-  _globals['_ABORTREQUEST']._serialized_start=601
-  _globals['_ABORTREQUEST']._serialized_end=635
-  _globals['_ABORTRESPONSE']._serialized_start=637
-  _globals['_ABORTRESPONSE']._serialized_end=667
-  _globals['_REGISTERREPLICAREQUEST']._serialized_start=669
-  _globals['_REGISTERREPLICAREQUEST']._serialized_end=748
-  _globals['_REGISTERREPLICARESPONSE']._serialized_start=750
-  _globals['_REGISTERREPLICARESPONSE']._serialized_end=857
-  _globals['_HEARTBEATREQUEST']._serialized_start=859
-  _globals['_HEARTBEATREQUEST']._serialized_end=932
-  _globals['_HEARTBEATRESPONSE']._serialized_start=934
-  _globals['_HEARTBEATRESPONSE']._serialized_end=977
-  _globals['_DEREGISTERREPLICAREQUEST']._serialized_start=979
-  _globals['_DEREGISTERREPLICAREQUEST']._serialized_end=1019
-  _globals['_DEREGISTERREPLICARESPONSE']._serialized_start=1021
-  _globals['_DEREGISTERREPLICARESPONSE']._serialized_end=1103
-  _globals['_LISTREPLICASREQUEST']._serialized_start=1105
-  _globals['_LISTREPLICASREQUEST']._serialized_end=1144
-  _globals['_LISTREPLICASRESPONSE']._serialized_start=1146
-  _globals['_LISTREPLICASRESPONSE']._serialized_end=1224
-  _globals['_PAUSEFLEETREQUEST']._serialized_start=1226
-  _globals['_PAUSEFLEETREQUEST']._serialized_end=1263
-  _globals['_PAUSEFLEETRESPONSE']._serialized_start=1265
-  _globals['_PAUSEFLEETRESPONSE']._serialized_end=1302
-  _globals['_RESUMEFLEETREQUEST']._serialized_start=1304
-  _globals['_RESUMEFLEETREQUEST']._serialized_end=1342
-  _globals['_RESUMEFLEETRESPONSE']._serialized_start=1344
-  _globals['_RESUMEFLEETRESPONSE']._serialized_end=1383
-  _globals['_WATCHFLEETREQUEST']._serialized_start=1385
-  _globals['_WATCHFLEETREQUEST']._serialized_end=1404
-  _globals['_WATCHFLEETRESPONSE']._serialized_start=1406
-  _globals['_WATCHFLEETRESPONSE']._serialized_end=1505
-  _globals['_INFERENCEGATEWAYSERVICE']._serialized_start=1508
-  _globals['_INFERENCEGATEWAYSERVICE']._serialized_end=2573
+  _globals['_GENERATEGROUPREQUEST']._serialized_end=468
+  _globals['_GENERATEGROUPRESPONSE']._serialized_start=471
+  _globals['_GENERATEGROUPRESPONSE']._serialized_end=614
+  _globals['_ABORTREQUEST']._serialized_start=616
+  _globals['_ABORTREQUEST']._serialized_end=695
+  _globals['_ABORTRESPONSE']._serialized_start=697
+  _globals['_ABORTRESPONSE']._serialized_end=749
+  _globals['_REGISTERREPLICAREQUEST']._serialized_start=751
+  _globals['_REGISTERREPLICAREQUEST']._serialized_end=830
+  _globals['_REGISTERREPLICARESPONSE']._serialized_start=832
+  _globals['_REGISTERREPLICARESPONSE']._serialized_end=939
+  _globals['_HEARTBEATREQUEST']._serialized_start=941
+  _globals['_HEARTBEATREQUEST']._serialized_end=1014
+  _globals['_HEARTBEATRESPONSE']._serialized_start=1016
+  _globals['_HEARTBEATRESPONSE']._serialized_end=1059
+  _globals['_DEREGISTERREPLICAREQUEST']._serialized_start=1061
+  _globals['_DEREGISTERREPLICAREQUEST']._serialized_end=1101
+  _globals['_DEREGISTERREPLICARESPONSE']._serialized_start=1103
+  _globals['_DEREGISTERREPLICARESPONSE']._serialized_end=1185
+  _globals['_LISTREPLICASREQUEST']._serialized_start=1187
+  _globals['_LISTREPLICASREQUEST']._serialized_end=1226
+  _globals['_LISTREPLICASRESPONSE']._serialized_start=1228
+  _globals['_LISTREPLICASRESPONSE']._serialized_end=1306
+  _globals['_PAUSEFLEETREQUEST']._serialized_start=1309
+  _globals['_PAUSEFLEETREQUEST']._serialized_end=1476
+  _globals['_PAUSEFLEETREQUEST_MODE']._serialized_start=1415
+  _globals['_PAUSEFLEETREQUEST_MODE']._serialized_end=1476
+  _globals['_PAUSEFLEETRESPONSE']._serialized_start=1478
+  _globals['_PAUSEFLEETRESPONSE']._serialized_end=1568
+  _globals['_LEDGER']._serialized_start=1570
+  _globals['_LEDGER']._serialized_end=1680
+  _globals['_RESUMEFLEETREQUEST']._serialized_start=1682
+  _globals['_RESUMEFLEETREQUEST']._serialized_end=1720
+  _globals['_RESUMEFLEETRESPONSE']._serialized_start=1722
+  _globals['_RESUMEFLEETRESPONSE']._serialized_end=1814
+  _globals['_WATCHFLEETREQUEST']._serialized_start=1816
+  _globals['_WATCHFLEETREQUEST']._serialized_end=1835
+  _globals['_WATCHFLEETRESPONSE']._serialized_start=1837
+  _globals['_WATCHFLEETRESPONSE']._serialized_end=1936
+  _globals['_INFERENCEGATEWAYSERVICE']._serialized_start=1939
+  _globals['_INFERENCEGATEWAYSERVICE']._serialized_end=3004
 # @@protoc_insertion_point(module_scope)

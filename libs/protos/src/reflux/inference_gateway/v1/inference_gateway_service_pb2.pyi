@@ -7,6 +7,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from reflux.common.v1 import common_pb2 as _common_pb2
 from reflux.inference_gateway.v1 import replica_pb2 as _replica_pb2
 import builtins as _builtins
@@ -36,6 +37,7 @@ class GenerateGroupRequest(_message.Message):
     MAX_LAG_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     SESSION_FIELD_NUMBER: _builtins.int
+    GROUP_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Client-chosen id, for Abort and traces."""
     model_id: _builtins.str
@@ -54,6 +56,8 @@ class GenerateGroupRequest(_message.Message):
     """
     session: _builtins.str
     """Trajectory that the group belongs to: routing keeps its prefixes together; empty when it stands alone."""
+    group: _builtins.str
+    """Requests that Abort can stop together, for example the turns of all trajectories of one prompt; may be empty."""
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Prompt as token ids."""
@@ -75,10 +79,11 @@ class GenerateGroupRequest(_message.Message):
         max_lag: _builtins.int | None = ...,
         version: _builtins.int | None = ...,
         session: _builtins.str = ...,
+        group: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_lag", b"_max_lag", "_version", b"_version", "max_lag", b"max_lag", "sampling", b"sampling", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_lag", b"_max_lag", "_version", b"_version", "max_lag", b"max_lag", "min_version", b"min_version", "model_id", b"model_id", "num_samples", b"num_samples", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "session", b"session", "version", b"version", "whole_group", b"whole_group"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_lag", b"_max_lag", "_version", b"_version", "group", b"group", "max_lag", b"max_lag", "min_version", b"min_version", "model_id", b"model_id", "num_samples", b"num_samples", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "session", b"session", "version", b"version", "whole_group", b"whole_group"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_lag: _TypeAlias = _typing.Literal["max_lag"]  # noqa: Y015
     _WhichOneofArgType__max_lag: _TypeAlias = _typing.Literal["_max_lag", b"_max_lag"]  # noqa: Y015
@@ -133,21 +138,33 @@ Global___GenerateGroupResponse: _TypeAlias = GenerateGroupResponse  # noqa: Y015
 
 @_typing.final
 class AbortRequest(_message.Message):
-    """Which group to stop."""
+    """Which requests to stop: those that match every field that is set; at least one has to be."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
+    SESSION_FIELD_NUMBER: _builtins.int
+    GROUP_FIELD_NUMBER: _builtins.int
+    RUN_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Id given with GenerateGroup."""
+    session: _builtins.str
+    """Session given with GenerateGroup."""
+    group: _builtins.str
+    """Group given with GenerateGroup."""
+    run: _builtins.str
+    """Run whose model, or whose adapters of it, answer."""
     def __init__(
         self,
         *,
         request_id: _builtins.str = ...,
+        session: _builtins.str = ...,
+        group: _builtins.str = ...,
+        run: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group", b"group", "request_id", b"request_id", "run", b"run", "session", b"session"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -160,16 +177,20 @@ class AbortResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     FOUND_FIELD_NUMBER: _builtins.int
+    NUM_REQUESTS_FIELD_NUMBER: _builtins.int
     found: _builtins.bool
     """False when no such request is running."""
+    num_requests: _builtins.int
+    """Number of requests that were stopped."""
     def __init__(
         self,
         *,
         found: _builtins.bool = ...,
+        num_requests: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["found", b"found"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["found", b"found", "num_requests", b"num_requests"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -371,17 +392,48 @@ class PauseFleetRequest(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    class _Mode:
+        ValueType = _typing.NewType("ValueType", _builtins.int)
+        V: _TypeAlias = ValueType  # noqa: Y015
+
+    class _ModeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[PauseFleetRequest._Mode.ValueType], _builtins.type):
+        DESCRIPTOR: _descriptor.EnumDescriptor
+        MODE_UNSPECIFIED: PauseFleetRequest._Mode.ValueType  # 0
+        """MODE_HOLD."""
+        MODE_HOLD: PauseFleetRequest._Mode.ValueType  # 1
+        """They go on; new ones are held."""
+        MODE_PARTIAL: PauseFleetRequest._Mode.ValueType  # 2
+        """Groups are stopped at their replicas before the call returns, and go on after the resume from the tokens so far,
+        on any replica. Requests of the OpenAI API go on.
+        """
+
+    class Mode(_Mode, metaclass=_ModeEnumTypeWrapper):
+        """What happens to requests that run."""
+
+    MODE_UNSPECIFIED: PauseFleetRequest.Mode.ValueType  # 0
+    """MODE_HOLD."""
+    MODE_HOLD: PauseFleetRequest.Mode.ValueType  # 1
+    """They go on; new ones are held."""
+    MODE_PARTIAL: PauseFleetRequest.Mode.ValueType  # 2
+    """Groups are stopped at their replicas before the call returns, and go on after the resume from the tokens so far,
+    on any replica. Requests of the OpenAI API go on.
+    """
+
     MODEL_ID_FIELD_NUMBER: _builtins.int
+    MODE_FIELD_NUMBER: _builtins.int
     model_id: _builtins.str
     """Only this model; empty holds all."""
+    mode: Global___PauseFleetRequest.Mode.ValueType
+    """What happens to requests that run."""
     def __init__(
         self,
         *,
         model_id: _builtins.str = ...,
+        mode: Global___PauseFleetRequest.Mode.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["model_id", b"model_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["mode", b"mode", "model_id", b"model_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -394,20 +446,68 @@ class PauseFleetResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     RUNNING_FIELD_NUMBER: _builtins.int
+    LEDGER_FIELD_NUMBER: _builtins.int
     running: _builtins.int
-    """Requests that were running at the pause and go on."""
+    """Requests that go on."""
+    @_builtins.property
+    def ledger(self) -> Global___Ledger:
+        """All requests since the gateway's start."""
+
     def __init__(
         self,
         *,
         running: _builtins.int = ...,
+        ledger: Global___Ledger | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ledger", b"ledger"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["running", b"running"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ledger", b"ledger", "running", b"running"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PauseFleetResponse: _TypeAlias = PauseFleetResponse  # noqa: Y015
+
+@_typing.final
+class Ledger(_message.Message):
+    """Every request once: entered = held + running + completed + failed + cancelled, else one was lost or counted twice."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENTERED_FIELD_NUMBER: _builtins.int
+    HELD_FIELD_NUMBER: _builtins.int
+    RUNNING_FIELD_NUMBER: _builtins.int
+    COMPLETED_FIELD_NUMBER: _builtins.int
+    FAILED_FIELD_NUMBER: _builtins.int
+    CANCELLED_FIELD_NUMBER: _builtins.int
+    entered: _builtins.int
+    """Taken in."""
+    held: _builtins.int
+    """Wait for a replica."""
+    running: _builtins.int
+    """On a replica."""
+    completed: _builtins.int
+    """Answered in full."""
+    failed: _builtins.int
+    """Answered with an error."""
+    cancelled: _builtins.int
+    """Aborted, or the caller went away."""
+    def __init__(
+        self,
+        *,
+        entered: _builtins.int = ...,
+        held: _builtins.int = ...,
+        running: _builtins.int = ...,
+        completed: _builtins.int = ...,
+        failed: _builtins.int = ...,
+        cancelled: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancelled", b"cancelled", "completed", b"completed", "entered", b"entered", "failed", b"failed", "held", b"held", "running", b"running"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Ledger: _TypeAlias = Ledger  # noqa: Y015
 
 @_typing.final
 class ResumeFleetRequest(_message.Message):
@@ -438,16 +538,22 @@ class ResumeFleetResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     RELEASED_FIELD_NUMBER: _builtins.int
+    LEDGER_FIELD_NUMBER: _builtins.int
     released: _builtins.int
     """Requests that were held and are released now."""
+    @_builtins.property
+    def ledger(self) -> Global___Ledger:
+        """All requests since the gateway's start."""
+
     def __init__(
         self,
         *,
         released: _builtins.int = ...,
+        ledger: Global___Ledger | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ledger", b"ledger"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["released", b"released"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ledger", b"ledger", "released", b"released"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

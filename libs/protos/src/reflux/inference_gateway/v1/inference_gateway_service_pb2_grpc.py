@@ -94,7 +94,7 @@ class InferenceGatewayServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Abort(self, request, context):
-        """Stops a group; its samples end with finish_reason "abort".
+        """Stops groups; their samples end with finish_reason "abort".
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

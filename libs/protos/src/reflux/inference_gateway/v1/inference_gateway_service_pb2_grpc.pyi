@@ -36,7 +36,7 @@ class InferenceGatewayServiceStub:
     GenerateGroup: _grpc.UnaryStreamMultiCallable[_inference_gateway_service_pb2.GenerateGroupRequest, _inference_gateway_service_pb2.GenerateGroupResponse]
     """Draws n samples of one prompt, on several replicas when that is faster; each finished sample is one message."""
     Abort: _grpc.UnaryUnaryMultiCallable[_inference_gateway_service_pb2.AbortRequest, _inference_gateway_service_pb2.AbortResponse]
-    """Stops a group; its samples end with finish_reason "abort"."""
+    """Stops groups; their samples end with finish_reason "abort"."""
     RegisterReplica: _grpc.UnaryUnaryMultiCallable[_inference_gateway_service_pb2.RegisterReplicaRequest, _inference_gateway_service_pb2.RegisterReplicaResponse]
     """Adds a replica or refreshes its entry."""
     Heartbeat: _grpc.UnaryUnaryMultiCallable[_inference_gateway_service_pb2.HeartbeatRequest, _inference_gateway_service_pb2.HeartbeatResponse]
@@ -60,7 +60,7 @@ class InferenceGatewayServiceAsyncStub(InferenceGatewayServiceStub):
     GenerateGroup: _aio.UnaryStreamMultiCallable[_inference_gateway_service_pb2.GenerateGroupRequest, _inference_gateway_service_pb2.GenerateGroupResponse]  # type: ignore[assignment]
     """Draws n samples of one prompt, on several replicas when that is faster; each finished sample is one message."""
     Abort: _aio.UnaryUnaryMultiCallable[_inference_gateway_service_pb2.AbortRequest, _inference_gateway_service_pb2.AbortResponse]  # type: ignore[assignment]
-    """Stops a group; its samples end with finish_reason "abort"."""
+    """Stops groups; their samples end with finish_reason "abort"."""
     RegisterReplica: _aio.UnaryUnaryMultiCallable[_inference_gateway_service_pb2.RegisterReplicaRequest, _inference_gateway_service_pb2.RegisterReplicaResponse]  # type: ignore[assignment]
     """Adds a replica or refreshes its entry."""
     Heartbeat: _aio.UnaryUnaryMultiCallable[_inference_gateway_service_pb2.HeartbeatRequest, _inference_gateway_service_pb2.HeartbeatResponse]  # type: ignore[assignment]
@@ -93,7 +93,7 @@ class InferenceGatewayServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _inference_gateway_service_pb2.AbortRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_inference_gateway_service_pb2.AbortResponse, _abc.Awaitable[_inference_gateway_service_pb2.AbortResponse]]:
-        """Stops a group; its samples end with finish_reason "abort"."""
+        """Stops groups; their samples end with finish_reason "abort"."""
 
     @_abc_1.abstractmethod
     def RegisterReplica(
