@@ -77,6 +77,7 @@ class SimulatedReplica:
         complete = []
         while self.running and self.running[0][0] == self.steps:
             share = heapq.heappop(self.running)[2]
+            self.inflight_tokens -= MAX_TOKENS
             self.left[share] -= 1
             complete += [share] if self.left[share] == 0 else []
         self._admit()
@@ -123,7 +124,7 @@ def simulate(policy: RoutingPolicy, groups: list[Group], concurrent: int, num_re
     """Runs the groups in order, at most `concurrent` at once, and reports what the replicas did."""
     replicas = [SimulatedReplica(order) for order in range(num_replicas)]
     todo, now, num_shares = deque(groups), 0.0, 0
-    shares: dict[int, tuple[SimulatedReplica, Group, list[int], int]] = {}
+    shares: dict[int, tuple[SimulatedReplica, Group, list[int]]] = {}
     open_shares: dict[int, int] = {}
     while todo or shares:
         while todo and len(open_shares) < concurrent:
@@ -133,18 +134,17 @@ def simulate(policy: RoutingPolicy, groups: list[Group], concurrent: int, num_re
                 replica = replicas[int(share.name.split("/")[1])]
                 lengths = group.lengths[at : at + share.num_samples]
                 at += share.num_samples
-                bound = group.prompt_tokens + len(lengths) * MAX_TOKENS
-                replica.inflight_tokens += bound
+                replica.inflight_tokens += group.prompt_tokens + len(lengths) * MAX_TOKENS
                 replica.dispatched += 1
                 replica.take(num_shares, group.prompt_tokens, lengths, now)
-                shares[num_shares] = (replica, group, lengths, bound)
+                shares[num_shares] = (replica, group, lengths)
                 open_shares[group.number] = open_shares.get(group.number, 0) + 1
                 num_shares += 1
         replica = min(replicas, key=SimulatedReplica.next_end)
         now = max(now, replica.next_end())
         for number in replica.advance():
-            owner, group, lengths, bound = shares.pop(number)
-            owner.inflight_tokens -= bound
+            owner, group, lengths = shares.pop(number)
+            owner.inflight_tokens -= group.prompt_tokens
             policy.finished(owner.candidate().name, group.ask(), lengths)
             open_shares[group.number] -= 1
             if not open_shares[group.number]:

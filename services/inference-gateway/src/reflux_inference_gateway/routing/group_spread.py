@@ -16,16 +16,16 @@ _BYTES_PER_TOKEN = 4
 class GroupSpread(RoutingPolicy):
     """Plans shares by the expected time until the group's last sample is done (`Outlook.finish`).
 
-    A plan is admitted when its prompts prefilled a second and further time cost at most `max_extra_work` of the
-    group's own work: so much less, and never more, the fleet gets through when it is full. Of the admitted plans the
-    one that is done first wins, and of equal ones the one with fewer replicas. The whole group on one replica is always
-    admitted. A single sample, and a group that cannot be split, goes where it is done first: the best
-    sum of what is missing of the prompt and what is queued.
+    A plan on m replicas is admitted when each further replica's prefill costs at most `max_prefill_part` of an m-th of
+    the group's decoding: a full fleet never gets through less than by that part. Of the admitted plans the one that is
+    done first wins, and of equal ones the one with fewer replicas. The whole group on one replica is always admitted.
+    A single sample, and a group that cannot be split, goes where it is done first: the best sum of what is missing of
+    the prompt and what is queued.
     """
 
-    def __init__(self, costs: CostModel | None = None, max_extra_work: float = 0.03) -> None:
+    def __init__(self, costs: CostModel | None = None, max_prefill_part: float = 0.1) -> None:
         self._costs = costs or CostModel()
-        self._max_extra_work = max_extra_work
+        self._max_prefill_part = max_prefill_part
         self._lengths = LengthBook()
         self._tree = PrefixTree()
 
@@ -85,12 +85,10 @@ class GroupSpread(RoutingPolicy):
 
     def _admitted(self, outlooks: Sequence[Outlook], ranks: Sequence[int], num_samples: int) -> int:
         """How many of the ranked replicas may share the group."""
-        lead = outlooks[ranks[0]]
-        work = lead.prefill + num_samples * lead.mean * self._costs.decode_per_token(lead.capacity)
-        room, admitted = self._max_extra_work * work, 1
+        lead, admitted = outlooks[ranks[0]], 1
+        decoding = num_samples * lead.mean * self._costs.decode_per_token(lead.capacity)
         for at in ranks[1:num_samples]:
-            room -= outlooks[at].prefill
-            if room < 0:
+            if outlooks[at].prefill > self._max_prefill_part * decoding / (admitted + 1):
                 break
             admitted += 1
         return admitted
