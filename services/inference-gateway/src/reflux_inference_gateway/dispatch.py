@@ -16,6 +16,7 @@ from reflux_inference_gateway.merging import merged
 from reflux_inference_gateway.replicas import Replica, ReplicaTable
 from reflux_inference_gateway.retry import Attempts
 from reflux_inference_gateway.routing.base import Ask, RoutingPolicy
+from reflux_inference_gateway.verdicts import Verdicts
 from reflux_inference_gateway.want import Want
 
 T = TypeVar("T")
@@ -48,6 +49,8 @@ class Share:
     """Where its load is counted now."""
     load: int = 0
     """Tokens that are counted there."""
+    verdict: bool | None = None
+    """Whether that replica answered or failed; None while it is open, or when the end says nothing about it."""
     given_up: bool = False
 
 
@@ -64,6 +67,7 @@ class Dispatcher:
 
     def __post_init__(self) -> None:
         self.changes = Changes()
+        self.verdicts = Verdicts()
         self._policies: dict[str, RoutingPolicy] = {}
         self._waits: dict[str, set[asyncio.Timeout]] = {}
         self._started = self.clock()
@@ -116,7 +120,8 @@ class Dispatcher:
         self._policy(share.want.model_id).finished(share.replica.info.name, ask, generated_tokens)
 
     def forget(self, name: str) -> None:
-        """A replica left or is a new process: nothing that policies know of its cache holds."""
+        """A replica left or is a new process: nothing that is known of its cache and its failures holds."""
+        self.verdicts.forget(name)
         for policy in self._policies.values():
             policy.forget(name)
 
@@ -156,6 +161,7 @@ class Dispatcher:
                         try:
                             item = await self._next(replica.info.name, items)
                         except StopAsyncIteration:
+                            share.verdict = True
                             return
                         share.attempts.delivered = True
                         yield item
@@ -187,7 +193,7 @@ class Dispatcher:
             raise ReplicaLost("it sends no heartbeat any more") from error
 
     def _lose(self, share: Share, error: ReplicaLost) -> None:
-        name = share.attempts.tried[-1]
+        name, share.verdict = share.attempts.tried[-1], False
         self.table.mark_lost(name)
         self.changes.notify()
         if not share.attempts.may_reissue():
@@ -221,6 +227,7 @@ class Dispatcher:
         replica = self.table.get(name)
         assert replica is not None, f"the policy chose {name}, which is no candidate"
         self.table.dispatched(name, share.want.num_tokens)
+        self.verdicts.started(name, self.clock())
         share.attempts.tried.append(name)
         share.replica, share.load = replica, share.want.num_tokens
         return replica
@@ -228,7 +235,8 @@ class Dispatcher:
     def _leave(self, share: Share) -> None:
         if share.replica is not None:
             self.table.answered(share.replica.info.name, share.load)
-            share.replica, share.load = None, 0
+            self.verdicts.ended(share.replica, share.verdict, self.clock())
+            share.replica, share.load, share.verdict = None, 0, None
 
     def _policy(self, model_id: str) -> RoutingPolicy:
         if model_id not in self._policies:
@@ -246,7 +254,7 @@ class Dispatcher:
                 raise GivenUp
             paused = self.fleet.is_paused(want.model_id)
             if not paused and (found := fitting(self.table, want, attempts.tried)):
-                return found
+                return self.verdicts.preferred(want, found, started)
             bounded = not paused and not is_syncing(self.table, want)
             left = deadline - started
             patience = min(left, self.replica_wait_seconds - waited_seconds) if bounded else left

@@ -69,6 +69,7 @@ async def _age(dispatcher: Dispatcher, clients: ReplicaClients, settings: Gatewa
             dispatcher.abandon(name)
         await clients.forget_all_but({entry.info.name for entry in dispatcher.table.entries()})
         metrics.observe_replicas(dispatcher.table)
+        metrics.observe_verdicts(dispatcher.verdicts, dispatcher.clock())
 
 
 def main() -> None:

@@ -6,7 +6,11 @@ from prometheus_client import Counter, Gauge
 
 from reflux.common.v1.common_pb2 import Sample
 from reflux_inference_gateway.fleet import Fleet
+from reflux_inference_gateway.policy.breaker import Position
 from reflux_inference_gateway.replicas import ReplicaTable, State
+from reflux_inference_gateway.verdicts import Verdicts
+
+_OPEN = {Position.CLOSED: 0.0, Position.HALF_OPEN: 0.5, Position.OPEN: 1.0}
 
 SAMPLES = Counter("reflux_gateway_samples", "Finished samples by finish reason", ["model", "finish_reason"])
 TOKENS = Counter("reflux_gateway_generated_tokens", "Generated tokens that went through GenerateGroup", ["model"])
@@ -17,6 +21,12 @@ RUNNING = Gauge("reflux_gateway_running_requests", "Requests that a replica work
 REISSUED = Counter("reflux_gateway_reissued", "Requests that lost their replica and went to another one")
 REPLICA_TOKENS = Gauge("reflux_gateway_replica_inflight_tokens", "Tokens dispatched and not answered", ["replica"])
 REPLICA_VERSION = Gauge("reflux_gateway_replica_version", "Weight version of a replica", ["replica"])
+BREAKER_OPEN = Gauge(
+    "reflux_gateway_breaker_open",
+    "1 while a replica is spared after failures, 0.5 while it is tried again",
+    ["replica"],
+)
+ARM_WEIGHT = Gauge("reflux_gateway_arm_weight", "Weight of an arm of the division of traffic", ["model", "arm"])
 REPLICA_READY = Gauge("reflux_gateway_replica_ready", "1 when a replica takes requests", ["replica"])
 
 
@@ -42,3 +52,14 @@ def observe_replicas(table: ReplicaTable) -> None:
         REPLICA_TOKENS.labels(name).set(entry.inflight_tokens)
         REPLICA_VERSION.labels(name).set(entry.info.version)
         REPLICA_READY.labels(name).set(entry.state is State.READY)
+
+
+def observe_verdicts(verdicts: Verdicts, now_seconds: float) -> None:
+    """Writes the gauges of breakers that saw a failure, and of arms."""
+    BREAKER_OPEN.clear()
+    for name, position in verdicts.positions(now_seconds).items():
+        BREAKER_OPEN.labels(name).set(_OPEN[position])
+    ARM_WEIGHT.clear()
+    for model_id, division in verdicts.divisions.items():
+        for arm, weight in division.traffic.weights.items():
+            ARM_WEIGHT.labels(model_id, arm).set(weight)

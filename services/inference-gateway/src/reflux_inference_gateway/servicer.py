@@ -10,6 +10,7 @@ from reflux_inference_gateway.answers import Batch, one_by_one, whole_group
 from reflux_inference_gateway.clients import ReplicaClients
 from reflux_inference_gateway.dispatch import Dispatcher
 from reflux_inference_gateway.generation import Generations
+from reflux_inference_gateway.traffic_wire import parse_traffic, traffic_message
 from reflux_inference_gateway.wire import (
     ledger_message,
     parse_abort,
@@ -106,6 +107,16 @@ class InferenceGatewayServicer(InferenceGatewayServiceServicer):
         self._dispatcher.changes.notify()
         return pb.ResumeFleetResponse(released=released, ledger=ledger_message(fleet.ledger))
 
+    async def SetTraffic(self, request: pb.SetTrafficRequest, context: Any) -> pb.SetTrafficResponse:
+        division = parse_traffic(request)
+        model_id, divisions = request.traffic.model_id, self._dispatcher.verdicts.divisions
+        if division is None:
+            divisions.pop(model_id, None)
+        else:
+            divisions[model_id] = division
+        self._dispatcher.changes.notify()
+        return pb.SetTrafficResponse(traffic=traffic_message(model_id, division))
+
     async def WatchFleet(self, request: pb.WatchFleetRequest, context: Any) -> AsyncIterator[pb.WatchFleetResponse]:
         last = None
         while True:
@@ -120,4 +131,5 @@ class InferenceGatewayServicer(InferenceGatewayServiceServicer):
         return pb.WatchFleetResponse(
             replicas=[replica_message(entry) for entry in self._dispatcher.table.entries()],
             paused_models=self._dispatcher.fleet.paused_models(),
+            traffic=[traffic_message(*item) for item in sorted(self._dispatcher.verdicts.divisions.items())],
         )

@@ -1,7 +1,8 @@
 """What a request asks of the fleet."""
 
+import itertools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from reflux_inference_gateway.routing.base import Ask
 
@@ -36,6 +37,13 @@ class Want:
     """Seconds from now after which the caller no longer waits."""
     given_up: Callable[[], bool] = _never
     """True once somebody aborted the request; looked at while it waits."""
+    number: int = field(default_factory=itertools.count().__next__)
+    """Tells requests of this process apart."""
+
+    @property
+    def key(self) -> str:
+        """What belongs together where traffic is divided: the session, or this request."""
+        return self.session or (self.ask.session if self.ask is not None else "") or str(self.number)
 
     @property
     def num_samples(self) -> int:

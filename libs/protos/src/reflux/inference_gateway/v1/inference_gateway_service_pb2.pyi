@@ -584,6 +584,7 @@ class WatchFleetResponse(_message.Message):
 
     REPLICAS_FIELD_NUMBER: _builtins.int
     PAUSED_MODELS_FIELD_NUMBER: _builtins.int
+    TRAFFIC_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def replicas(self) -> _containers.RepeatedCompositeFieldContainer[_replica_pb2.Replica]:
         """All replicas."""
@@ -592,16 +593,183 @@ class WatchFleetResponse(_message.Message):
     def paused_models(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Models that are paused; "*" stands for all."""
 
+    @_builtins.property
+    def traffic(self) -> _containers.RepeatedCompositeFieldContainer[Global___Traffic]:
+        """Divisions of traffic by model."""
+
     def __init__(
         self,
         *,
         replicas: _abc.Iterable[_replica_pb2.Replica] | None = ...,
         paused_models: _abc.Iterable[_builtins.str] | None = ...,
+        traffic: _abc.Iterable[Global___Traffic] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["paused_models", b"paused_models", "replicas", b"replicas"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["paused_models", b"paused_models", "replicas", b"replicas", "traffic", b"traffic"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WatchFleetResponse: _TypeAlias = WatchFleetResponse  # noqa: Y015
+
+@_typing.final
+class SetTrafficRequest(_message.Message):
+    """How to divide."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TRAFFIC_FIELD_NUMBER: _builtins.int
+    LIMITS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def traffic(self) -> Global___Traffic:
+        """The division; one without arms lifts it. `rolled_back` is not for clients."""
+
+    @_builtins.property
+    def limits(self) -> Global___CanaryLimits:
+        """Limits of the canary."""
+
+    def __init__(
+        self,
+        *,
+        traffic: Global___Traffic | None = ...,
+        limits: Global___CanaryLimits | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["limits", b"limits", "traffic", b"traffic"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["limits", b"limits", "traffic", b"traffic"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetTrafficRequest: _TypeAlias = SetTrafficRequest  # noqa: Y015
+
+@_typing.final
+class SetTrafficResponse(_message.Message):
+    """The division as it is now."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TRAFFIC_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def traffic(self) -> Global___Traffic:
+        """As stored."""
+
+    def __init__(
+        self,
+        *,
+        traffic: Global___Traffic | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["traffic", b"traffic"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["traffic", b"traffic"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetTrafficResponse: _TypeAlias = SetTrafficResponse  # noqa: Y015
+
+@_typing.final
+class Traffic(_message.Message):
+    """A division of a model's requests. A session stays with its arm; an arm without a fitting replica lends its requests."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_ID_FIELD_NUMBER: _builtins.int
+    ARMS_FIELD_NUMBER: _builtins.int
+    CANARY_FIELD_NUMBER: _builtins.int
+    ROLLED_BACK_FIELD_NUMBER: _builtins.int
+    model_id: _builtins.str
+    """Model whose requests are divided."""
+    canary: _builtins.str
+    """Arm whose weight becomes 0 when it fails too often; empty for none."""
+    rolled_back: _builtins.str
+    """Why the canary lost its weight; never set by clients."""
+    @_builtins.property
+    def arms(self) -> _containers.RepeatedCompositeFieldContainer[Global___TrafficArm]:
+        """Weight versions or pools, with different names."""
+
+    def __init__(
+        self,
+        *,
+        model_id: _builtins.str = ...,
+        arms: _abc.Iterable[Global___TrafficArm] | None = ...,
+        canary: _builtins.str = ...,
+        rolled_back: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arms", b"arms", "canary", b"canary", "model_id", b"model_id", "rolled_back", b"rolled_back"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Traffic: _TypeAlias = Traffic  # noqa: Y015
+
+@_typing.final
+class TrafficArm(_message.Message):
+    """The replicas that match everything that is set."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    WEIGHT_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    RUN_FIELD_NUMBER: _builtins.int
+    ENGINE_FIELD_NUMBER: _builtins.int
+    REPLICAS_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Name of the arm."""
+    weight: _builtins.float
+    """Part of the requests that it gets, as a share of all weights."""
+    version: _builtins.int
+    """Replicas that serve this weight version."""
+    run: _builtins.str
+    """Replicas of this run."""
+    engine: _builtins.str
+    """Replicas with this engine."""
+    @_builtins.property
+    def replicas(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """These replicas by name."""
+
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        weight: _builtins.float = ...,
+        version: _builtins.int | None = ...,
+        run: _builtins.str = ...,
+        engine: _builtins.str = ...,
+        replicas: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_version", b"_version", "version", b"version"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_version", b"_version", "engine", b"engine", "name", b"name", "replicas", b"replicas", "run", b"run", "version", b"version", "weight", b"weight"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__version: _TypeAlias = _typing.Literal["version"]  # noqa: Y015
+    _WhichOneofArgType__version: _TypeAlias = _typing.Literal["_version", b"_version"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__version) -> _WhichOneofReturnType__version | None: ...
+
+Global___TrafficArm: _TypeAlias = TrafficArm  # noqa: Y015
+
+@_typing.final
+class CanaryLimits(_message.Message):
+    """When a canary is taken back; 0 takes the default."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ERROR_RATE_FIELD_NUMBER: _builtins.int
+    GOOD_ERROR_RATE_FIELD_NUMBER: _builtins.int
+    error_rate: _builtins.float
+    """Part of its requests that fails when it is bad; default 0.05."""
+    good_error_rate: _builtins.float
+    """Part that fails when all is well; default 0.01."""
+    def __init__(
+        self,
+        *,
+        error_rate: _builtins.float = ...,
+        good_error_rate: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error_rate", b"error_rate", "good_error_rate", b"good_error_rate"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CanaryLimits: _TypeAlias = CanaryLimits  # noqa: Y015

@@ -75,6 +75,11 @@ class InferenceGatewayServiceStub:
                 request_serializer=reflux_dot_inference__gateway_dot_v1_dot_inference__gateway__service__pb2.ResumeFleetRequest.SerializeToString,
                 response_deserializer=reflux_dot_inference__gateway_dot_v1_dot_inference__gateway__service__pb2.ResumeFleetResponse.FromString,
                 _registered_method=True)
+        self.SetTraffic = channel.unary_unary(
+                '/reflux.inference_gateway.v1.InferenceGatewayService/SetTraffic',
+                request_serializer=reflux_dot_inference__gateway_dot_v1_dot_inference__gateway__service__pb2.SetTrafficRequest.SerializeToString,
+                response_deserializer=reflux_dot_inference__gateway_dot_v1_dot_inference__gateway__service__pb2.SetTrafficResponse.FromString,
+                _registered_method=True)
         self.WatchFleet = channel.unary_stream(
                 '/reflux.inference_gateway.v1.InferenceGatewayService/WatchFleet',
                 request_serializer=reflux_dot_inference__gateway_dot_v1_dot_inference__gateway__service__pb2.WatchFleetRequest.SerializeToString,
@@ -142,6 +147,13 @@ class InferenceGatewayServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SetTraffic(self, request, context):
+        """Divides a model's requests between arms from now on; requests that run go on where they are.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def WatchFleet(self, request, context):
         """Streams the fleet's state after each change.
         """
@@ -191,6 +203,11 @@ def add_InferenceGatewayServiceServicer_to_server(servicer, server):
                     servicer.ResumeFleet,
                     request_deserializer=reflux_dot_inference__gateway_dot_v1_dot_inference__gateway__service__pb2.ResumeFleetRequest.FromString,
                     response_serializer=reflux_dot_inference__gateway_dot_v1_dot_inference__gateway__service__pb2.ResumeFleetResponse.SerializeToString,
+            ),
+            'SetTraffic': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetTraffic,
+                    request_deserializer=reflux_dot_inference__gateway_dot_v1_dot_inference__gateway__service__pb2.SetTrafficRequest.FromString,
+                    response_serializer=reflux_dot_inference__gateway_dot_v1_dot_inference__gateway__service__pb2.SetTrafficResponse.SerializeToString,
             ),
             'WatchFleet': grpc.unary_stream_rpc_method_handler(
                     servicer.WatchFleet,
@@ -415,6 +432,33 @@ class InferenceGatewayService:
             '/reflux.inference_gateway.v1.InferenceGatewayService/ResumeFleet',
             reflux_dot_inference__gateway_dot_v1_dot_inference__gateway__service__pb2.ResumeFleetRequest.SerializeToString,
             reflux_dot_inference__gateway_dot_v1_dot_inference__gateway__service__pb2.ResumeFleetResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetTraffic(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/reflux.inference_gateway.v1.InferenceGatewayService/SetTraffic',
+            reflux_dot_inference__gateway_dot_v1_dot_inference__gateway__service__pb2.SetTrafficRequest.SerializeToString,
+            reflux_dot_inference__gateway_dot_v1_dot_inference__gateway__service__pb2.SetTrafficResponse.FromString,
             options,
             channel_credentials,
             insecure,

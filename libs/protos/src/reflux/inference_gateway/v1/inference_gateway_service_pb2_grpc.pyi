@@ -49,6 +49,8 @@ class InferenceGatewayServiceStub:
     """Holds new requests of a model (or of all) until ResumeFleet; nothing fails, nothing is lost."""
     ResumeFleet: _grpc.UnaryUnaryMultiCallable[_inference_gateway_service_pb2.ResumeFleetRequest, _inference_gateway_service_pb2.ResumeFleetResponse]
     """Releases held requests."""
+    SetTraffic: _grpc.UnaryUnaryMultiCallable[_inference_gateway_service_pb2.SetTrafficRequest, _inference_gateway_service_pb2.SetTrafficResponse]
+    """Divides a model's requests between arms from now on; requests that run go on where they are."""
     WatchFleet: _grpc.UnaryStreamMultiCallable[_inference_gateway_service_pb2.WatchFleetRequest, _inference_gateway_service_pb2.WatchFleetResponse]
     """Streams the fleet's state after each change."""
 
@@ -73,6 +75,8 @@ class InferenceGatewayServiceAsyncStub(InferenceGatewayServiceStub):
     """Holds new requests of a model (or of all) until ResumeFleet; nothing fails, nothing is lost."""
     ResumeFleet: _aio.UnaryUnaryMultiCallable[_inference_gateway_service_pb2.ResumeFleetRequest, _inference_gateway_service_pb2.ResumeFleetResponse]  # type: ignore[assignment]
     """Releases held requests."""
+    SetTraffic: _aio.UnaryUnaryMultiCallable[_inference_gateway_service_pb2.SetTrafficRequest, _inference_gateway_service_pb2.SetTrafficResponse]  # type: ignore[assignment]
+    """Divides a model's requests between arms from now on; requests that run go on where they are."""
     WatchFleet: _aio.UnaryStreamMultiCallable[_inference_gateway_service_pb2.WatchFleetRequest, _inference_gateway_service_pb2.WatchFleetResponse]  # type: ignore[assignment]
     """Streams the fleet's state after each change."""
 
@@ -142,6 +146,14 @@ class InferenceGatewayServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_inference_gateway_service_pb2.ResumeFleetResponse, _abc.Awaitable[_inference_gateway_service_pb2.ResumeFleetResponse]]:
         """Releases held requests."""
+
+    @_abc_1.abstractmethod
+    def SetTraffic(
+        self,
+        request: _inference_gateway_service_pb2.SetTrafficRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_inference_gateway_service_pb2.SetTrafficResponse, _abc.Awaitable[_inference_gateway_service_pb2.SetTrafficResponse]]:
+        """Divides a model's requests between arms from now on; requests that run go on where they are."""
 
     @_abc_1.abstractmethod
     def WatchFleet(
