@@ -9,6 +9,8 @@ time the request is parsed and checked (whether a gang of this shape fits at all
 stored, the policy's cycle decides over all jobs, the plan is booked, the placed job is stored (fsync), and the change
 is sent. The watches of the first 500 gangs are brief (place_grpc_p99_ms: what a client needs to go on). Those of 100
 more carry 1,152 placements with every change (place_grpc_full_p50_ms), which have to be rendered, sent and parsed.
+Then what the disk has to do with it: as many gangs as asked for with `--unsynced` while Valkey does not wait for the
+disk (appendfsync no), and how long this disk takes to write 4 KiB durably.
 What is not: whether the cluster really gives the room. For that the scheduler is given a backend whose grants wait for
 ever, which is where a gang stands at PLACED on any cluster; the backend is asked for the room of every gang, after the
 measured time. Between two gangs the first one is cancelled and has given its room back.
@@ -196,7 +198,26 @@ def resident_mb(pid: int) -> float:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
 
 
-async def measure(gangs: int, full_gangs: int) -> dict[str, float]:
+def sync_milliseconds(folder: Path, writes: int = 300) -> np.ndarray:
+    """Times of a durable write of 4 KiB."""
+    times = np.zeros(writes)
+    with (folder / "probe").open("wb", buffering=0) as file:
+        for number in range(writes):
+            file.write(b"x" * 4096)
+            started = time.perf_counter()
+            os.fdatasync(file)
+            times[number] = (time.perf_counter() - started) * 1e3
+    return times
+
+
+async def place_unsynced(stub: SchedulerServiceStub, redis_url: str, gangs: int) -> np.ndarray:
+    """Milliseconds until PLACED and until the answer, per gang, while no write waits for the disk."""
+    async with Redis.from_url(redis_url) as redis:
+        await redis.config_set("appendfsync", "no")
+        return np.array([await place(stub, f"unsynced-{number}", brief=True) for number in range(gangs)])
+
+
+async def measure(gangs: int, full_gangs: int, unsynced_gangs: int) -> dict[str, float]:
     """The figures."""
     with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
         folder = Path(name)
@@ -216,17 +237,25 @@ async def measure(gangs: int, full_gangs: int) -> dict[str, float]:
                 await place(stub, f"warm-{number}", brief=True)
             times = np.array([await place(stub, f"gang-{number}", brief=True) for number in range(gangs)])
             whole = np.array([await place(stub, f"full-{number}", brief=False) for number in range(full_gangs)])
-        memory = resident_mb(process.pid)
+            unsynced = (await place_unsynced(stub, redis_url, unsynced_gangs))[:, 0]
+        disk, memory = sync_milliseconds(folder), resident_mb(process.pid)
     placed, answered, full = times[:, 0], times[:, 1], whole[:, 0]
-    titles = ("CreateJob to PLACED", "CreateJob answered", "CreateJob to PLACED with placements")
-    for title, column in zip(titles, (placed, answered, full), strict=True):
+    rows = {
+        "CreateJob to PLACED": placed,
+        "CreateJob answered": answered,
+        "CreateJob to PLACED with placements": full,
+        "CreateJob to PLACED without waiting for the disk": unsynced,
+        "durable write of 4 KiB": disk,
+    }
+    for title, column in rows.items():
         p50, p90, p99 = np.percentile(column, [50, 90, 99])
         shown = f"p50 {p50:.2f} ms, p90 {p90:.2f} ms, p99 {p99:.2f} ms, max {column.max():.2f} ms"
-        print(f"{title}: {len(column)} gangs, {shown}")
+        print(f"{title}: {len(column)} times, {shown}")
     return {
         "place_grpc_p99_ms": round(float(np.percentile(placed, 99)), 3),
         "place_grpc_p50_ms": round(float(np.percentile(placed, 50)), 3),
         "place_grpc_full_p50_ms": round(float(np.percentile(full, 50)), 3),
+        "place_grpc_unsynced_p99_ms": round(float(np.percentile(unsynced, 99)), 3),
         "scheduler_rss_mb": round(memory, 1),
     }
 
@@ -243,11 +272,12 @@ def main() -> int:
     parser.add_argument("what", nargs="?", choices=("measure", "serve"), default="measure")
     parser.add_argument("--gangs", type=int, default=500, help="with a brief watch; five or so are above the p99")
     parser.add_argument("--full-gangs", type=int, default=100, help="with a watch that carries the placements")
+    parser.add_argument("--unsynced", type=int, default=200, help="while the store does not wait for the disk")
     arguments = parser.parse_args()
     if arguments.what == "serve":
         serve()
         return 0
-    print(json.dumps(asyncio.run(measure(arguments.gangs, arguments.full_gangs))))
+    print(json.dumps(asyncio.run(measure(arguments.gangs, arguments.full_gangs, arguments.unsynced))))
     return 0
 
 
