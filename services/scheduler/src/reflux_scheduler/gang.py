@@ -3,8 +3,8 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import Coroutine, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 
 from reflux_scheduler import jobs, sightings
 from reflux_scheduler.book import Book
@@ -28,11 +28,11 @@ class Gang:
         be told many graces after the first.
         """
         if len(stop) > _PARALLEL_CALLS:
-            await _all([self._tell_to_stop(job, seat) for seat in stop])
+            await _all([partial(self._tell_to_stop, job, seat) for seat in stop])
         await _all(
-            [self._start(job, seat) for seat in start]
-            + [self._count_stopped(job, seat) for seat in gone]
-            + [self._stop(job, seat) for seat in stop]
+            [partial(self._start, job, seat) for seat in start]
+            + [partial(self._count_stopped, job, seat) for seat in gone]
+            + [partial(self._stop, job, seat) for seat in stop]
         )
 
     async def _start(self, job: Job, seat: Seat) -> None:
@@ -69,13 +69,13 @@ class Gang:
         await self._book.change(job.id, lambda job: sightings.observe_one(job, seat, post, heard, time.time()))
 
 
-async def _all(calls: Sequence[Coroutine[Any, Any, None]]) -> None:
+async def _all(calls: Sequence[Callable[[], Awaitable[None]]]) -> None:
     """Runs calls, a bounded number at a time, and raises the first error once all have ended."""
     gate = asyncio.Semaphore(_PARALLEL_CALLS)
 
-    async def gated(call: Coroutine[Any, Any, None]) -> None:
+    async def gated(call: Callable[[], Awaitable[None]]) -> None:
         async with gate:
-            await call
+            await call()
 
     for result in await asyncio.gather(*(gated(call) for call in calls), return_exceptions=True):
         if isinstance(result, BaseException):
