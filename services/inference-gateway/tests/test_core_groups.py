@@ -7,7 +7,6 @@ from contextlib import AsyncExitStack, aclosing
 
 import pytest
 from aiohttp import web
-from gateway_harness import FakeEngine, answers, engine_server, gateway, group, http_server
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -21,6 +20,8 @@ from reflux_inference_gateway.replicas import ReplicaInfo, ReplicaTable
 from reflux_inference_gateway.routing import POLICIES
 from reflux_inference_gateway.routing.base import Ask, RoutingPolicy, Share
 from reflux_inference_gateway.want import Want
+
+from .gateway_harness import FakeEngine, answers, engine_server, gateway, group, http_server
 
 
 class EvenSplit(RoutingPolicy):

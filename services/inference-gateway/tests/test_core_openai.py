@@ -6,11 +6,12 @@ import json
 import grpc
 import pytest
 from aiohttp import web
-from gateway_harness import answers, gateway, group, http_server
 
 from reflux.common.v1.common_pb2 import VersionSpan
 from reflux.inference_gateway.v1 import inference_gateway_service_pb2 as pb
 from reflux_kit.errors import reason_of
+
+from .gateway_harness import answers, gateway, group, http_server
 
 
 class VllmServer:

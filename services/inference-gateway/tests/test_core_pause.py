@@ -4,13 +4,14 @@ import asyncio
 
 import grpc
 import pytest
-from gateway_harness import answers, engine_server, gateway, group
 
 from reflux.common.v1.common_pb2 import Sample, VersionSpan
 from reflux.inference_gateway.v1 import engine_service_pb2, engine_service_pb2_grpc
 from reflux.inference_gateway.v1 import inference_gateway_service_pb2 as pb
 from reflux_inference_gateway.engine.types import sample_seed
 from reflux_inference_gateway.partial import joined
+
+from .gateway_harness import answers, engine_server, gateway, group
 
 PARTIAL = pb.PauseFleetRequest.MODE_PARTIAL
 LENGTH = 6
@@ -110,6 +111,25 @@ async def test_a_held_pause_lets_running_groups_end_and_counts_all_in_its_ledger
         assert (await door.stub.ResumeFleet(pb.ResumeFleetRequest(), timeout=5)).ledger == pb.Ledger(
             entered=1, completed=1
         )
+
+
+async def test_what_begins_is_held_back_while_what_goes_on_passes_whatever_else_is_paused_and_resumed():
+    engine = Stoppable()
+    beginnings = {"model_id": "m", "mode": pb.PauseFleetRequest.MODE_BEGINNINGS}
+    async with gateway() as door, engine_server(engine) as address:
+        await door.register("a", grpc_address=address)
+        await door.stub.PauseFleet(pb.PauseFleetRequest(**beginnings), timeout=5)
+        begins = asyncio.create_task(answers(door.stub.GenerateGroup(long_group("begins"), timeout=30)))
+        goes_on = await answers(door.stub.GenerateGroup(long_group("goes_on", continues=True), timeout=30))
+        assert len(goes_on) == 3
+        await door.stub.PauseFleet(pb.PauseFleetRequest(model_id="m"), timeout=5)
+        await door.stub.ResumeFleet(pb.ResumeFleetRequest(model_id="m"), timeout=5)
+        watched = await door.stub.WatchFleet(pb.WatchFleetRequest(), timeout=10).read()
+        assert (list(watched.paused_models), list(watched.held_back_models)) == ([], ["m"])
+        await answers(door.stub.GenerateGroup(long_group("again", continues=True), timeout=30))
+        assert not begins.done()
+        assert (await door.stub.ResumeFleet(pb.ResumeFleetRequest(**beginnings), timeout=5)).released == 1
+        assert len(await asyncio.wait_for(begins, 10)) == 3
 
 
 async def test_an_abort_in_the_pause_delivers_the_tokens_so_far():

@@ -6,7 +6,6 @@ from contextlib import aclosing
 
 import grpc
 import pytest
-from gateway_harness import FakeEngine, answers, engine_server, gateway, group
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,6 +18,8 @@ from reflux_inference_gateway.policy.traffic import CanaryLimits
 from reflux_inference_gateway.replicas import ReplicaInfo, ReplicaTable
 from reflux_inference_gateway.routing.least_loaded import LeastLoaded
 from reflux_inference_gateway.want import Want
+
+from .gateway_harness import FakeEngine, answers, engine_server, gateway, group
 
 
 def dispatcher(*versions):

@@ -5,7 +5,6 @@ from contextlib import aclosing
 
 import grpc
 import pytest
-from gateway_harness import FakeEngine, answers, engine_server, gateway, group
 
 from reflux_inference_gateway.dispatch import Dispatcher
 from reflux_inference_gateway.errors import NoReplica, VersionGone
@@ -14,6 +13,8 @@ from reflux_inference_gateway.replicas import ReplicaInfo, ReplicaTable
 from reflux_inference_gateway.routing.least_loaded import LeastLoaded
 from reflux_inference_gateway.want import Want
 from reflux_kit.errors import reason_of
+
+from .gateway_harness import FakeEngine, answers, engine_server, gateway, group
 
 
 def dispatcher(*versions, wait_seconds=0.0):

@@ -7,12 +7,13 @@ import random
 import grpc
 import pytest
 from aiohttp import web
-from gateway_harness import FakeEngine, answers, engine_server, gateway, group, http_server
 
 from reflux.inference_gateway.v1 import inference_gateway_service_pb2 as pb
 from reflux.inference_gateway.v1.replica_pb2 import Replica
 from reflux_kit.auth import mint
 from reflux_kit.errors import reason_of
+
+from .gateway_harness import FakeEngine, answers, engine_server, gateway, group, http_server
 
 
 async def test_replica_that_dies_before_the_first_sample_is_replaced_once():

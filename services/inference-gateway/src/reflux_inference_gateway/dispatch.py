@@ -252,7 +252,7 @@ class Dispatcher:
             started = self.clock()
             if want.given_up():
                 raise GivenUp
-            paused = self.fleet.is_paused(want.model_id)
+            paused = self.fleet.holds(want.model_id, begins=want.begins)
             if not paused and (found := fitting(self.table, want, attempts.tried)):
                 return self.verdicts.preferred(want, found, started)
             bounded = not paused and not is_syncing(self.table, want)
@@ -263,7 +263,7 @@ class Dispatcher:
             waited_seconds += self.clock() - started if bounded else 0.0
 
     def _nobody(self, want: Want, entered: float) -> NoReplica | UnknownModel:
-        if self.fleet.is_paused(want.model_id):
+        if self.fleet.holds(want.model_id, begins=want.begins):
             return NoReplica(f"the fleet of {want.model_id!r} stayed paused until the deadline", state="paused")
         if not self.table.entries(want.model_id):
             return self._absent(want.model_id, entered)

@@ -37,16 +37,26 @@ class Fleet:
     ledger: Ledger = field(default_factory=Ledger)
     _paused: set[str] = field(default_factory=set)
     _parked: set[str] = field(default_factory=set)
+    _held_back: set[str] = field(default_factory=set)
     _held_by_model: dict[str, int] = field(default_factory=dict)
     _running_by_model: dict[str, int] = field(default_factory=dict)
 
     def is_paused(self, model_id: str) -> bool:
-        """True when requests of the model are held."""
+        """True when all requests of the model are held."""
         return ALL_MODELS in self._paused or model_id in self._paused
+
+    def holds(self, model_id: str, *, begins: bool) -> bool:
+        """True when a request of the model is held that begins something, or goes on with something."""
+        held_back = ALL_MODELS in self._held_back or model_id in self._held_back
+        return self.is_paused(model_id) or (begins and held_back)
 
     def paused_models(self) -> list[str]:
         """Paused models in alphabetical order; "*" stands for all."""
         return sorted(self._paused)
+
+    def held_back_models(self) -> list[str]:
+        """Models of which nothing new begins, in alphabetical order; "*" stands for all."""
+        return sorted(self._held_back)
 
     def enter(self, model_id: str) -> None:
         """Takes a request in; raises FleetPaused when too many are held. It counts as held until `run`."""
@@ -94,6 +104,19 @@ class Fleet:
         if park:
             self._parked.add(model_id or ALL_MODELS)
         return self.running(model_id)
+
+    def hold_back(self, model_id: str = "") -> None:
+        """Holds what begins, of a model (of all when empty); what goes on with something passes."""
+        self._held_back.add(model_id or ALL_MODELS)
+
+    def let_begin(self, model_id: str = "") -> int:
+        """Ends `hold_back`; returns how many requests are held that no pause holds."""
+        if model_id:
+            self._held_back.discard(model_id)
+        else:
+            self._held_back.clear()
+        held = self._held_by_model.items()
+        return sum(count for model, count in held if model_id in ("", model) and not self.is_paused(model))
 
     def resume(self, model_id: str = "") -> int:
         """Releases held requests; returns how many. Empty ends every pause, that of single models included."""

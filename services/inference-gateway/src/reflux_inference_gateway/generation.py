@@ -129,6 +129,9 @@ class Generation:
             max_lag=call.max_lag,
             version=call.version,
             session=call.session,
+            tenant=call.tenant,
+            priority=call.priority,
+            begins=not call.continues,
             ask=Ask(
                 num_samples=call.num_samples,
                 prompt=call.prompt_token_ids,

@@ -93,17 +93,20 @@ class InferenceGatewayServicer(InferenceGatewayServiceServicer):
         return pb.ListReplicasResponse(replicas=[replica_message(entry) for entry in entries])
 
     async def PauseFleet(self, request: pb.PauseFleetRequest, context: Any) -> pb.PauseFleetResponse:
-        fleet, park = self._dispatcher.fleet, request.mode == pb.PauseFleetRequest.MODE_PARTIAL
-        running = fleet.pause(request.model_id, park=park)
+        fleet = self._dispatcher.fleet
+        if request.mode == request.MODE_BEGINNINGS:
+            fleet.hold_back(request.model_id)
+        else:
+            fleet.pause(request.model_id, park=request.mode == request.MODE_PARTIAL)
         self._dispatcher.changes.notify()
-        if park:
+        if request.mode == request.MODE_PARTIAL:
             await self._generations.park(request.model_id)
-            running = fleet.running(request.model_id)
-        return pb.PauseFleetResponse(running=running, ledger=ledger_message(fleet.ledger))
+        return pb.PauseFleetResponse(running=fleet.running(request.model_id), ledger=ledger_message(fleet.ledger))
 
     async def ResumeFleet(self, request: pb.ResumeFleetRequest, context: Any) -> pb.ResumeFleetResponse:
         fleet = self._dispatcher.fleet
-        released = fleet.resume(request.model_id)
+        begins = request.mode == pb.PauseFleetRequest.MODE_BEGINNINGS
+        released = fleet.let_begin(request.model_id) if begins else fleet.resume(request.model_id)
         self._dispatcher.changes.notify()
         return pb.ResumeFleetResponse(released=released, ledger=ledger_message(fleet.ledger))
 
@@ -131,5 +134,6 @@ class InferenceGatewayServicer(InferenceGatewayServiceServicer):
         return pb.WatchFleetResponse(
             replicas=[replica_message(entry) for entry in self._dispatcher.table.entries()],
             paused_models=self._dispatcher.fleet.paused_models(),
+            held_back_models=self._dispatcher.fleet.held_back_models(),
             traffic=[traffic_message(*item) for item in sorted(self._dispatcher.verdicts.divisions.items())],
         )

@@ -30,7 +30,9 @@ class Want:
     tenant: str = ""
     """Who pays for it, where queues are shared fairly; empty when nobody in particular does."""
     priority: int = 0
-    """Higher ones go first where requests queue."""
+    """Among a tenant's requests that queue, higher ones go first."""
+    begins: bool = False
+    """It begins a trajectory, and may be held back while others pass."""
     http: bool = False
     """Needs a replica with an OpenAI-compatible door."""
     deadline_seconds: float

@@ -33,6 +33,9 @@ class GroupCall:
     version: int | None = None
     session: str = ""
     group: str = ""
+    continues: bool = False
+    tenant: str = ""
+    priority: int = 0
     whole_group: bool = False
     first_sample: int = 0
     """Index of the first sample, where the call is a part of a larger group: seeds and indexes count from there."""
@@ -64,6 +67,9 @@ def parse_group(request: gateway_pb.GenerateGroupRequest) -> GroupCall:
         version=parse_version(request.version) if request.HasField("version") else None,
         session=parse_key(request.session, "session"),
         group=parse_key(request.group, "group"),
+        continues=request.continues,
+        tenant=parse_key(request.tenant, "tenant"),
+        priority=request.priority,
         whole_group=request.whole_group,
     )
 

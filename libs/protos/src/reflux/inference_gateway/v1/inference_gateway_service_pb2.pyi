@@ -38,6 +38,9 @@ class GenerateGroupRequest(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     SESSION_FIELD_NUMBER: _builtins.int
     GROUP_FIELD_NUMBER: _builtins.int
+    CONTINUES_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Client-chosen id, for Abort and traces."""
     model_id: _builtins.str
@@ -58,6 +61,12 @@ class GenerateGroupRequest(_message.Message):
     """Trajectory that the group belongs to: routing keeps its prefixes together; empty when it stands alone."""
     group: _builtins.str
     """Requests that Abort can stop together, for example the turns of all trajectories of one prompt; may be empty."""
+    continues: _builtins.bool
+    """It continues a trajectory or group that has begun: not held back by MODE_BEGINNINGS."""
+    tenant: _builtins.str
+    """Who pays: requests that queue are served fairly between tenants; empty counts as one tenant, too."""
+    priority: _builtins.int
+    """Where requests of one tenant queue, higher ones go first."""
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Prompt as token ids."""
@@ -80,10 +89,13 @@ class GenerateGroupRequest(_message.Message):
         version: _builtins.int | None = ...,
         session: _builtins.str = ...,
         group: _builtins.str = ...,
+        continues: _builtins.bool = ...,
+        tenant: _builtins.str = ...,
+        priority: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_lag", b"_max_lag", "_version", b"_version", "max_lag", b"max_lag", "sampling", b"sampling", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_lag", b"_max_lag", "_version", b"_version", "group", b"group", "max_lag", b"max_lag", "min_version", b"min_version", "model_id", b"model_id", "num_samples", b"num_samples", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "session", b"session", "version", b"version", "whole_group", b"whole_group"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_lag", b"_max_lag", "_version", b"_version", "continues", b"continues", "group", b"group", "max_lag", b"max_lag", "min_version", b"min_version", "model_id", b"model_id", "num_samples", b"num_samples", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "session", b"session", "tenant", b"tenant", "version", b"version", "whole_group", b"whole_group"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_lag: _TypeAlias = _typing.Literal["max_lag"]  # noqa: Y015
     _WhichOneofArgType__max_lag: _TypeAlias = _typing.Literal["_max_lag", b"_max_lag"]  # noqa: Y015
@@ -406,6 +418,10 @@ class PauseFleetRequest(_message.Message):
         """Groups are stopped at their replicas before the call returns, and go on after the resume from the tokens so far,
         on any replica. Requests of the OpenAI API go on.
         """
+        MODE_BEGINNINGS: PauseFleetRequest._Mode.ValueType  # 3
+        """They go on, and so do new requests that continue something (`continues`, OpenAI API); only what begins is held,
+        for example while the queue of rewards is too deep.
+        """
 
     class Mode(_Mode, metaclass=_ModeEnumTypeWrapper):
         """What happens to requests that run."""
@@ -417,6 +433,10 @@ class PauseFleetRequest(_message.Message):
     MODE_PARTIAL: PauseFleetRequest.Mode.ValueType  # 2
     """Groups are stopped at their replicas before the call returns, and go on after the resume from the tokens so far,
     on any replica. Requests of the OpenAI API go on.
+    """
+    MODE_BEGINNINGS: PauseFleetRequest.Mode.ValueType  # 3
+    """They go on, and so do new requests that continue something (`continues`, OpenAI API); only what begins is held,
+    for example while the queue of rewards is too deep.
     """
 
     MODEL_ID_FIELD_NUMBER: _builtins.int
@@ -516,16 +536,20 @@ class ResumeFleetRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     MODEL_ID_FIELD_NUMBER: _builtins.int
+    MODE_FIELD_NUMBER: _builtins.int
     model_id: _builtins.str
     """Only this model; empty releases all."""
+    mode: Global___PauseFleetRequest.Mode.ValueType
+    """MODE_BEGINNINGS ends the holding back of what begins and nothing else; any other mode ends the other pauses."""
     def __init__(
         self,
         *,
         model_id: _builtins.str = ...,
+        mode: Global___PauseFleetRequest.Mode.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["model_id", b"model_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["mode", b"mode", "model_id", b"model_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -585,6 +609,7 @@ class WatchFleetResponse(_message.Message):
     REPLICAS_FIELD_NUMBER: _builtins.int
     PAUSED_MODELS_FIELD_NUMBER: _builtins.int
     TRAFFIC_FIELD_NUMBER: _builtins.int
+    HELD_BACK_MODELS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def replicas(self) -> _containers.RepeatedCompositeFieldContainer[_replica_pb2.Replica]:
         """All replicas."""
@@ -597,16 +622,21 @@ class WatchFleetResponse(_message.Message):
     def traffic(self) -> _containers.RepeatedCompositeFieldContainer[Global___Traffic]:
         """Divisions of traffic by model."""
 
+    @_builtins.property
+    def held_back_models(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Models of which nothing new begins; "*" stands for all."""
+
     def __init__(
         self,
         *,
         replicas: _abc.Iterable[_replica_pb2.Replica] | None = ...,
         paused_models: _abc.Iterable[_builtins.str] | None = ...,
         traffic: _abc.Iterable[Global___Traffic] | None = ...,
+        held_back_models: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["paused_models", b"paused_models", "replicas", b"replicas", "traffic", b"traffic"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["held_back_models", b"held_back_models", "paused_models", b"paused_models", "replicas", b"replicas", "traffic", b"traffic"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
