@@ -14,7 +14,7 @@ from reflux_placement.gang import Assignment, GangDemand, RoleDemand
 from reflux_placement.place.rules.balanced import kueue_balanced
 from reflux_placement.place.rules.base import Rule
 from reflux_placement.place.rules.kai import kai
-from reflux_placement.place.rules.kueue import kueue_best_fit, kueue_least_free
+from reflux_placement.place.rules.kueue import kueue_best_fit, kueue_layers, kueue_least_free
 from reflux_placement.place.rules.slurm import aggregation_level, block_sizes, nested_block_sizes, slurm_block
 from reflux_placement.place.search import find_place
 from reflux_placement.room import Room
@@ -60,6 +60,11 @@ VECTORS = (
     Vector(
         name="LeastFreeCapacity with slices of 2 per host",
         rules=(kueue_least_free,), free=[[[6, 5, 4, 3, 2]]], pods=10, slice_size=2, expected=[0, 2, 4, 2, 2],
+    ),
+    Vector(
+        name="slices of 16 per rack inside slices of 32 per block fill a block of two racks",
+        rules=(kueue_layers([(16, "rack")]),), free=[[[8] * 4, [8] * 4]], pods=64, slice_size=32, slice_level="block",
+        expected=[8] * 8,
     ),
     Vector(
         name="slices of 16 per rack fill a block of two racks",

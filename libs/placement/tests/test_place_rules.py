@@ -17,7 +17,7 @@ from reflux_placement.place.rules.balanced import kueue_balanced
 from reflux_placement.place.rules.base import Rule
 from reflux_placement.place.rules.first_fit import first_fit
 from reflux_placement.place.rules.kai import kai
-from reflux_placement.place.rules.kueue import kueue_best_fit, kueue_least_free
+from reflux_placement.place.rules.kueue import kueue_best_fit, kueue_layers, kueue_least_free
 from reflux_placement.place.rules.slurm import slurm_block
 from reflux_placement.place.search import find_place
 from reflux_placement.room import Room
@@ -27,7 +27,57 @@ RULES: list[Rule] = [first_fit, kueue_best_fit, kueue_least_free, kueue_balanced
 
 def test_every_golden_vector_holds() -> None:
     assert golden.failures() == []
-    assert len(golden.VECTORS) >= 13
+    assert len(golden.VECTORS) >= 17
+
+
+def layered(
+    free: list[list[list[int]]], pods: int, outer: tuple[int, str], *inner: tuple[int, str]
+) -> list[int] | None:
+    """Pods per host with slices inside slices."""
+    size, level = outer
+    vector = golden.Vector(name="", rules=(), free=free, pods=pods, expected=[], slice_size=size, slice_level=level)
+    return golden.solve(vector, kueue_layers(inner))
+
+
+def test_slices_inside_slices_leave_room_that_holds_no_whole_one() -> None:
+    """Worked out by hand. Racks of 24 pods hold one slice of 16 each, blocks of two such racks one slice of 32: so 64
+    pods need both blocks, 16 of each rack, on the fewest hosts. Without the inner layer a block gives 24 + 8."""
+    free = [[[6] * 4, [6] * 4], [[6] * 4, [6] * 4]]
+    assert layered(free, 64, (32, "block"), (16, "rack")) == [6, 6, 4, 0] * 4
+    assert layered(free, 64, (32, "block")) == [6, 6, 6, 6, 6, 2, 0, 0] * 2
+    assert layered(free, 96, (32, "block"), (16, "rack")) is None
+
+
+def test_three_layers_of_slices_are_dealt_out_from_the_largest_to_the_smallest() -> None:
+    """Hosts of 7 pods hold 1 slice of 4, so a rack of four holds 16, one of three 12, which is one slice of 8."""
+    free = [[[7] * 4, [7] * 3]]
+    assert layered(free, 24, (24, "block"), (8, "rack"), (4, "node")) == [4, 4, 4, 4, 4, 4, 0]
+    assert layered(free, 32, (32, "block"), (8, "rack"), (4, "node")) is None
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(
+        st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=3), min_size=1, max_size=3), min_size=1, max_size=3
+    ),
+    st.integers(1, 4),
+)
+def test_every_domain_holds_whole_slices_of_its_layer_or_there_is_no_room_for_them(free, outer_slices) -> None:
+    """A reference by plain loops: what blocks hold in slices of 8 made of slices of 4 per rack and of 2 per host."""
+    pods = 8 * outer_slices
+    held = sum(sum(sum(host // 2 for host in rack) // 2 for rack in block) // 2 for block in free)
+    found = layered(free, pods, (8, "block"), (4, "rack"), (2, "node"))
+    assert (found is not None) == (held >= outer_slices)
+    if found is None:
+        return
+    given = iter(found)
+    counts = [[[next(given) for _ in rack] for rack in block] for block in free]
+    assert sum(found) == pods
+    for block, room in zip(counts, free, strict=True):
+        assert sum(sum(rack) for rack in block) % 8 == 0
+        for rack, hosts in zip(block, room, strict=True):
+            assert sum(rack) % 4 == 0
+            assert all(got % 2 == 0 and got <= most for got, most in zip(rack, hosts, strict=True))
 
 
 @settings(max_examples=60, deadline=None)

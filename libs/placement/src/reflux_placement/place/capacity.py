@@ -29,6 +29,10 @@ class Shape:
     required: int
     segment_size: int = 1
     segment_level: int = 0
+    inner_segments: tuple[tuple[int, int], ...] = ()
+    """Segments inside segments, the larger ones first: size, which divides that of the one around it, and level, which
+    is tighter. No demand of ours has them; Kueue's rule does (`rules/kueue.py`)."""
+
     cap: int = 0
     """At most this many members in one part of `cap_level`; 0 is no bound."""
 
@@ -39,16 +43,29 @@ class Shape:
     limit: tuple[int, Ints] | None = None
     """A level and the most members that each of its parts may take, all parts of the topology."""
 
+    def unit(self, level: int) -> int:
+        """Members in one unit of a level: the size of the segments there."""
+        if level >= self.segment_level:
+            return self.segment_size
+        return next((size for size, at in self.inner_segments if level >= at), 1)
+
+    def parts(self, level: int) -> int:
+        """Units of the level below in one unit of a level: more than one at a segment level."""
+        if level != self.segment_level and not self.inner_segments:
+            return 1
+        return self.unit(level) // self.unit(level - 1)
+
     def members(self, level: int, units: Ints) -> Ints:
-        """Units as members at the segment level, where they turn from whole segments into members."""
-        return units * self.segment_size if level == self.segment_level else units
+        """Units of a level as units of the level below: at a segment level whole segments turn into their parts."""
+        parts = self.parts(level)
+        return units * parts if parts > 1 else units
 
     @property
     def special_levels(self) -> tuple[int, ...]:
         """Levels at which every member must lie inside a domain, ascending."""
         found = {self.required, *self.near_levels}
         if self.segment_size > 1:
-            found.add(self.segment_level)
+            found.update((self.segment_level, *(level for _, level in self.inner_segments)))
         if self.cap:
             found.add(self.cap_level)
         return tuple(sorted(found))
@@ -74,8 +91,8 @@ def shape_of(topology: Topology, demand: RoleDemand, near_levels: tuple[int, ...
 
 @dataclass(frozen=True, eq=False)
 class Capacity:
-    """Units of one role that every part holds, for every level. Below `shape.segment_level` a unit is a member, from
-    there up it is a whole segment."""
+    """Units of one role that every part holds, for every level (`Shape.unit`): members below the segment level, whole
+    segments from there up."""
 
     shape: Shape
     units: tuple[Ints, ...]
@@ -83,9 +100,7 @@ class Capacity:
 
     def members(self, level: int) -> Ints:
         """Members that every part of a level holds when each part is filled on its own, in whole segments."""
-        if level < self.shape.segment_level:
-            return self.units[level]
-        return self.units[level] * self.shape.segment_size
+        return self.units[level] * self.shape.unit(level)
 
 
 def capacity_of(
@@ -110,8 +125,8 @@ def capacity_of(
             here = np.add.reduceat(here, layer.first_child_P[low:high] - parts_within(tree, level - 1, first, last)[0])
         if level in shape.special_levels:
             here = np.where(layer.real_P[low:high], here, 0)
-        if shape.segment_size > 1 and level == shape.segment_level:
-            here = here // shape.segment_size
+        if shape.segment_size > 1 and (parts := shape.parts(level)) > 1:
+            here = here // parts
         if shape.cap and level == shape.cap_level:
             in_segments = shape.segment_size > 1 and level >= shape.segment_level
             here = np.minimum(here, shape.cap // shape.segment_size if in_segments else shape.cap)

@@ -31,7 +31,7 @@ class RolePlan:
 
     def want(self, level: int) -> int:
         """Units wanted at a level."""
-        return self.count // self.shape.segment_size if level >= self.shape.segment_level else self.count
+        return self.count // self.shape.unit(level)
 
     def plain(self) -> "RolePlan":
         """The plan without wishes: neither spread nor searched for a tighter root inside its domain."""

@@ -6,7 +6,13 @@ a preferred one climbs until one domain fits, and uses several at the top. Order
 descending, pods ascending, name; LeastFreeCapacity has slices ascending, pods ascending, name. If one domain fits it is
 the smallest that does; else domains are filled in order, with the best fit for the last one. Then each is descended.
 Required and preferred levels use BestFit, pods without a level LeastFreeCapacity. (KEP-2724 and its documentation.)
+
+Slices may lie inside slices, up to three layers (`podset-slice-required-topology-constraints`). Then a domain counts
+what its children hold in whole slices of the layer below, and the descent deals out slices of that layer.
 """
+
+from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -15,7 +21,7 @@ from reflux_placement.place.capacity import Capacity
 from reflux_placement.place.fill import Keys, Slice
 from reflux_placement.place.misfit import Misfit
 from reflux_placement.place.role import RolePlan, capacity_in, fill_part, holds_all
-from reflux_placement.place.rules.base import by_roles, take_in_order
+from reflux_placement.place.rules.base import Rule, by_roles, take_in_order
 from reflux_placement.room import Room
 from reflux_placement.topology import Ints
 
@@ -28,6 +34,23 @@ def kueue_best_fit(room: Room, gang: GangDemand) -> Assignment | Misfit:
 def kueue_least_free(room: Room, gang: GangDemand) -> Assignment | Misfit:
     """Every role without a level of its own: LeastFreeCapacity over hosts."""
     return by_roles(room, gang, least_free)
+
+
+def kueue_layers(inner: Sequence[tuple[int, str]]) -> Rule:
+    """BestFit where the segments of every role are made of smaller slices again.
+
+    Args:
+        inner: size and level of these slices, the larger ones first; every size divides the one before, every level is
+            tighter than the one before.
+    """
+
+    def layered(view: Slice, plan: RolePlan, copies_N: Ints, level: int) -> Ints | None:
+        position = {layer.name: at for at, layer in enumerate(view.tree.layers)}
+        shape = replace(plan.shape, inner_segments=tuple((size, position[name]) for size, name in inner))
+        # Kueue refuses a level below that of the outermost slices.
+        return best_fit(view, replace(plan, shape=shape), copies_N, max(level, shape.segment_level))
+
+    return lambda room, gang: by_roles(room, gang, layered)
 
 
 def best_fit(view: Slice, plan: RolePlan, copies_N: Ints, level: int) -> Ints | None:
