@@ -102,3 +102,21 @@ def test_a_full_node_is_named_and_nothing_is_taken() -> None:
     with pytest.raises(Occupied, match="node n3 has too little free"):
         room.take("job", _gang({"a": 2}, {"a": 4}), _at({"a": [0, 3, 3, 3]}))
     assert _state(room) == before
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.permutations(range(NODES)), st.integers(1, NODES), st.sampled_from([(4, 0), (2, 0), (1, 0), (2, 1), (1, 2)]))
+def test_on_whole_nodes_members_of_equal_place_have_equal_gpus_in_rank_order(order, num_nodes, sizes) -> None:
+    """GPU i uses rail i * len(rails) // gpus: so they have equal rails, too. `sizes`: GPUs of a learner and of two
+    members of a second role beside it; learners fill what those leave."""
+    gpus, other_gpus = sizes
+    per_node = (GPUS - 2 * other_gpus) // gpus
+    nodes = [node for node in order[:num_nodes] for _ in range(per_node)]
+    others = [node for node in order[:num_nodes] for _ in range(2)] if other_gpus else []
+    gang = _gang({"a": gpus, "b": other_gpus}, {"a": len(nodes), "b": len(others)})
+    masks = _masks(Room(TOPOLOGY).take("job", gang, _at({"a": nodes, "b": others})))
+    for (role, rank), (node, mask) in masks.items():
+        assert mask == masks[role, rank % (per_node if role == "a" else 2)][1]
+        place = rank % per_node * gpus if role == "a" else per_node * gpus + rank % 2 * other_gpus
+        assert mask == (1 << (gpus if role == "a" else other_gpus)) - 1 << place
+        assert node == (nodes if role == "a" else others)[rank]
