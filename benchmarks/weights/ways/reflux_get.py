@@ -8,12 +8,13 @@ from worker import PATTERN, answer, keep, start
 
 from reflux_transfer.memory import private
 from reflux_transfer.registry import open_backend
+from reflux_transfer.settings import TransferEnvironment
 
 _SECONDS = 60.0
 
 
 def owner(pipe: Connection, length: int) -> None:
-    backend, memory = open_backend("ucx"), private(length)
+    backend, memory = open_backend("ucx", TransferEnvironment()), private(length)
     np.frombuffer(memory, np.uint8)[:] = PATTERN
     pipe.send(backend.describe(backend.register(memory)))
     keep(pipe)
@@ -22,7 +23,7 @@ def owner(pipe: Connection, length: int) -> None:
 def main() -> None:
     length = int(sys.argv[1])
     ours = start(owner, length)
-    backend, memory = open_backend("ucx"), private(length)
+    backend, memory = open_backend("ucx", TransferEnvironment()), private(length)
     local, remote = backend.register(memory), backend.open(ours.recv())
     data = np.frombuffer(memory, np.uint8)
     answer(

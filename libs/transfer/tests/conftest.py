@@ -13,6 +13,7 @@ from owner_process import NIXL, SIZE, Owner
 
 from reflux_transfer.backends.base import TransferBackend
 from reflux_transfer.registry import open_backend
+from reflux_transfer.settings import TransferEnvironment
 
 HAS_UCX_WHEEL = sys.platform == "linux" and platform.machine() in ("x86_64", "aarch64")
 CASES = ["shm", "ucx", "ucx-tcp", "tcp", *NIXL]
@@ -32,7 +33,7 @@ def backend(case: str) -> Iterator[TransferBackend]:
     """A backend that does not open is an error: its whole suite would be missing unseen."""
     if case == "ucx" and not HAS_UCX_WHEEL:
         pytest.skip("libucx-cu12 has no wheel for this platform")
-    opened = open_backend(case)
+    opened = open_backend(case, TransferEnvironment())
     yield opened
     opened.close()
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from reflux_transfer.handles import Scope
 from reflux_transfer.registry import open_backend
-from reflux_transfer.settings import TransferSettings
+from reflux_transfer.settings import TransferEnvironment, TransferSettings
 
 NIXL = ["nixl"] if os.environ.get("REFLUX_TEST_NIXL") == "1" else []
 """In an environment of its own, see deploy/bench/peers.sh; test_nixl.py says when it is left out."""
@@ -54,7 +54,7 @@ class Owner:
 
     def __init__(self, backend: str, length: int, scope: Scope | None = None) -> None:
         self.pipe, theirs = FORKS.Pipe()
-        arguments = (theirs, backend, TransferSettings(), length, scope or Scope())
+        arguments = (theirs, backend, TransferEnvironment(), length, scope or Scope())
         self.process = FORKS.Process(target=_offer, args=arguments, daemon=True)
         self.process.start()
         theirs.close()
@@ -125,7 +125,7 @@ def _offer(pipe: Connection, backend_name: str, settings: TransferSettings, leng
 
 
 def _offer_by_all(pipe: Connection, names: list[str], length: int) -> None:
-    first, *others = [open_backend(name) for name in names]
+    first, *others = [open_backend(name, TransferEnvironment()) for name in names]
     region = first.allocate(length)
     fill(region.view)
     found = {first.name: first.describe(region)}

@@ -15,6 +15,7 @@ from reflux_transfer.errors import PeerGone, RegionBusy, RegionClosed, WrongHand
 from reflux_transfer.peer import PeerWatch
 from reflux_transfer.regions import LocalRegion, RemoteRegion
 from reflux_transfer.registry import open_backend
+from reflux_transfer.settings import TransferEnvironment
 
 
 class Gate:
@@ -130,7 +131,7 @@ def test_unregister_is_refused_while_a_read_is_in_flight(backend: TransferBacken
 def test_close_and_release_wait_for_a_read_in_flight_and_leave_nothing(case: str, owner: Owner) -> None:
     gc.collect()
     before = {thread.name for thread in threading.enumerate()}
-    backend = open_backend(case)
+    backend = open_backend(case, TransferEnvironment())
     remote, local = backend.open(owner.handle), backend.allocate(MIB)
     with ThreadPoolExecutor(3) as pool, reads_stand_still(remote) as gate:
         read = pool.submit(backend.read, remote, 0, local, 0, MIB, 60.0)

@@ -15,6 +15,7 @@ from reflux_transfer.backends.base import TransferBackend
 from reflux_transfer.errors import OutOfRange, RegionClosed
 from reflux_transfer.regions import RemoteRegion, Run
 from reflux_transfer.registry import open_backend
+from reflux_transfer.settings import TransferEnvironment
 
 GIB = 1 << 30
 
@@ -130,7 +131,7 @@ def test_register_again_after_growing_in_place(backend: TransferBackend) -> None
 
 
 def test_use_after_close(case: str) -> None:
-    backend = open_backend(case)
+    backend = open_backend(case, TransferEnvironment())
     region = backend.allocate(10)
     remote = backend.open(backend.describe(region))
     backend.close()
@@ -146,7 +147,7 @@ def test_use_after_close(case: str) -> None:
 
 def test_open_and_close_leaks_neither_descriptors_nor_threads(case: str) -> None:
     def cycle() -> None:
-        backend = open_backend(case)
+        backend = open_backend(case, TransferEnvironment())
         source, local = backend.allocate(MIB), backend.allocate(MIB)
         remote = backend.open(backend.describe(source))
         backend.read(remote, 0, local, 0, MIB, 30.0)

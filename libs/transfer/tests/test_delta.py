@@ -25,7 +25,7 @@ from reflux_transfer.errors import (
 )
 from reflux_transfer.layout import Layout
 from reflux_transfer.pulling import source
-from reflux_transfer.pulling.difference import follow_delta
+from reflux_transfer.pulling.difference import Base, follow_delta
 from reflux_transfer.pulling.report import PullReport
 from reflux_transfer.pulling.source import RemoteSource
 
@@ -240,15 +240,10 @@ class Pair:
 
     def pull(self, staging: Staging, fingerprint: int | None = None, **options: Any) -> PullReport:
         remote = RemoteSource(self.backend.open(staging.offer()), staging.generation)
-        return follow_delta(
-            self.backend,
-            remote,
-            self.replica.shadow_region(self.backend),
-            LAYOUT,
-            base=self.replica.view(self.replica.live_index),
-            base_fingerprint=self.arenas.fingerprint(self.base.generation) if fingerprint is None else fingerprint,
-            **{"deadline_seconds": 20, **options},
-        )
+        named = self.arenas.fingerprint(self.base.generation) if fingerprint is None else fingerprint
+        base = Base(LAYOUT, self.replica.view(self.replica.live_index), named)
+        local = self.replica.shadow_region(self.backend)
+        return follow_delta(self.backend, remote, local, base, **{"deadline_seconds": 20, **options})
 
     def assert_same(self, staging: Staging) -> None:
         shadow = self.replica.view(self.replica.shadow_index)

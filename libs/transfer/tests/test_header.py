@@ -15,7 +15,7 @@ from reflux_transfer.arenas.header import READ_BYTES, Header, OwnedHeader, versi
 from reflux_transfer.arenas.publisher import PublisherArenas
 from reflux_transfer.arenas.staging import Staging
 from reflux_transfer.errors import ChecksumMismatch, TransferError, WrongHandle
-from reflux_transfer.pulling.difference import follow_delta
+from reflux_transfer.pulling.difference import Base, follow_delta
 from reflux_transfer.pulling.report import PullReport
 from reflux_transfer.pulling.source import RemoteSource
 from reflux_transfer.pulling.stream import follow
@@ -53,8 +53,8 @@ def pull(backend: WatchedShm, staging: Staging, *, delta: bool = False) -> tuple
     local = backend.allocate(LAYOUT.region_bytes)
     source = RemoteSource(backend.open(staging.offer()), staging.generation)
     if delta:
-        options: Any = {"base": local.view, "base_fingerprint": 0, "deadline_seconds": 9}
-        return follow_delta(backend, source, local, LAYOUT, **options), local.view
+        base = Base(LAYOUT, local.view, 0)
+        return follow_delta(backend, source, local, base, deadline_seconds=9), local.view
     return follow(backend, [source], local, whole(LAYOUT), deadline_seconds=9), local.view
 
 

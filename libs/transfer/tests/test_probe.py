@@ -1,3 +1,4 @@
+import contextlib
 import logging
 
 import pytest
@@ -5,10 +6,11 @@ from prometheus_client import REGISTRY
 
 from reflux_transfer.backends.shm import ShmBackend
 from reflux_transfer.errors import BackendUnavailable, PathTooSlow, TransferError
-from reflux_transfer.probe.choice import preference, probe
+from reflux_transfer.probe import choice as choice_module
+from reflux_transfer.probe.choice import preference, probe, siblings_readable
 from reflux_transfer.probe.self_test import measure
 from reflux_transfer.probe.transports import Transports
-from reflux_transfer.settings import TransferSettings
+from reflux_transfer.settings import TransferEnvironment, TransferSettings
 
 BROKEN = "/nonexistent/libucp.so.0"
 UNREACHABLE_GB_PER_SECOND = 1e6
@@ -39,22 +41,35 @@ def test_without_ucx_shm_is_chosen_and_the_reason_is_kept() -> None:
     assert BROKEN in note_of(choice, "ucx")
 
 
-def test_a_configured_backend_that_does_not_work_is_an_error() -> None:
-    with pytest.raises(BackendUnavailable, match="libucx-cu12"):
-        probe(TransferSettings(backend="ucx", ucx_library=BROKEN))
+def test_a_configured_backend_that_does_not_work_is_an_error_when_it_is_opened() -> None:
+    choice = probe(TransferSettings(ucx_library=BROKEN), "ucx")
+    assert choice.name == ""
+    for transport in ("ucx", "auto"):
+        with pytest.raises(BackendUnavailable, match="libucx-cu12"):
+            choice.open(transport)
+    with contextlib.closing(choice.open("shm")) as other:
+        assert other.name == "shm"
 
 
-def test_a_configured_backend_below_its_floor_is_an_error_with_rate_floor_and_hint() -> None:
+def test_a_backend_below_its_floor_is_an_error_with_rate_floor_and_hint() -> None:
+    slow = TransferSettings(floor_gb_per_second=UNREACHABLE_GB_PER_SECOND)
     with pytest.raises(PathTooSlow, match="its floor is 1000000") as caught:
-        probe(TransferSettings(backend="tcp", floor_gb_per_second=UNREACHABLE_GB_PER_SECOND))
+        probe(slow, "tcp").open("tcp")
     assert 0 < caught.value.rate < caught.value.floor == UNREACHABLE_GB_PER_SECOND * 1e9
     assert "TCP_LISTEN" in caught.value.hint
-    with pytest.raises(BackendUnavailable, match=r"no transfer backend works here .*its floor"):
-        probe(TransferSettings(floor_gb_per_second=UNREACHABLE_GB_PER_SECOND))
+    with pytest.raises(BackendUnavailable, match=r"no transfer backend works .*its floor"):
+        probe(slow).open("auto")
+
+
+def test_the_chosen_backend_is_what_auto_opens_with_the_settings_of_the_probe() -> None:
+    choice = probe(TransferSettings(ucx_library=BROKEN, tcp_listen="127.0.0.2:0"))
+    with contextlib.closing(choice.open("auto")) as chosen, contextlib.closing(choice.open("tcp")) as tcp:
+        assert chosen.name == choice.name == "shm"
+        assert b'"host":"127.0.0.2"' in tcp.describe(tcp.allocate(1))
 
 
 def test_the_choice_is_a_metric() -> None:
-    probe(TransferSettings(backend="shm"))
+    probe(TransferSettings(), "shm")
     values = {name: REGISTRY.get_sample_value("reflux_transfer_chosen", {"backend": name}) for name in ("shm", "ucx")}
     assert values == {"shm": 1.0, "ucx": 0.0}
 
@@ -87,7 +102,28 @@ def test_a_flipped_bit_fails_the_self_test() -> None:
     ],
 )
 def test_the_order_follows_where_the_peers_are(settings: TransferSettings, rdma: bool, order: tuple[str, ...]) -> None:
-    assert preference(settings, rdma=rdma)[0] == order
+    assert preference(settings, rdma=rdma, cma=True)[0] == order
+
+
+def test_where_processes_may_not_read_each_other_shared_memory_comes_first(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(choice_module, "_YAMA", tmp_path / "scope")
+    monkeypatch.setattr(choice_module, "_STATUS", tmp_path / "status")
+    assert siblings_readable(), "a kernel without Yama"
+    (tmp_path / "status").write_text("Name:\tx\nCapEff:\t0000000000000000\n")
+    for scope, readable in (("0", True), ("1", False), ("2", False), ("3", False)):
+        (tmp_path / "scope").write_text(f"{scope}\n")
+        assert siblings_readable() == readable
+    (tmp_path / "status").write_text("Name:\tx\nCapEff:\t0000000000080000\n")
+    (tmp_path / "scope").write_text("1\n")
+    assert siblings_readable()
+    assert preference(TransferSettings(), rdma=False, cma=False)[0] == ("shm", "tcp", "ucx")
+
+
+def test_settings_are_read_from_the_environment_by_those_only_who_ask(monkeypatch) -> None:
+    monkeypatch.setenv("REFLUX_TRANSFER_UCX_RMA_RAILS", "5")
+    monkeypatch.setenv("REFLUX_TRANSFER_FLOOR_GB_PER_SECOND", "0.5")
+    assert TransferSettings().ucx_rma_rails == 2
+    assert TransferEnvironment() == TransferEnvironment(ucx_rma_rails=5, floor_gb_per_second=0.5)
 
 
 def test_rdma_is_named_or_its_absence_is_said() -> None:

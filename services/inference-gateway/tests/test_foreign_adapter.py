@@ -2,7 +2,6 @@
 
 import asyncio
 import math
-from dataclasses import replace
 
 import pytest
 from aiohttp import web
@@ -21,14 +20,9 @@ from reflux_kit.channel import open_channel
 from reflux_kit.errors import StartupError
 from reflux_kit.server import running
 from reflux_model.shapes import parameter_shapes
-from reflux_transfer.client.offer import Offer, Route, SourceRegion, Update
-from reflux_transfer.client.wire import scope_of
-from reflux_transfer.errors import WrongHandle
-from reflux_transfer.handles import Scope, seal
+from reflux_transfer.client.offer import Update
 from reflux_transfer.intake import Intake
 from reflux_transfer.pulling.report import PullReport
-from reflux_weightplan.mesh import Mesh
-from reflux_weightplan.spec import SpecLayout, TensorSpec
 
 UPDATE = Update(5, 12, 0, memoryview(b""))
 
@@ -88,21 +82,6 @@ async def test_a_restarted_engine_is_noticed_and_one_before_its_first_version_is
     assert (follower.version, follower.epoch, announced.is_set()) == (5, 12, True)
     sink.says = "default"
     assert "serves version 'default' instead of 5" in await asyncio.wait_for(watch, 20)
-
-
-async def test_an_engine_is_handed_offers_of_its_run_only() -> None:
-    secret, layout = "a secret of the stack", SpecLayout(Mesh(()), (TensorSpec("w", (4,), "uint8"),))
-    follower = Follower(FakeSink(), scope_of("m", secret))
-
-    def offer(scope: Scope, generation: int = 3) -> Offer:
-        region = SourceRegion(0, seal("shm", {}, replace(scope, generation=3)), "shm", generation)
-        return Offer(5, 12, "full", (region,), Route(layout, layout, 0), 0.0, 0.0)
-
-    assert (await follower.prepare(offer(scope_of("m", secret)), lambda: False)).fingerprint == 7
-    forged = offer(replace(scope_of("m"), key=b"guessed"))
-    for wrong in (forged, offer(scope_of("m")), offer(scope_of("n", secret)), offer(scope_of("m", secret), 4)):
-        with pytest.raises(WrongHandle):
-            await follower.prepare(wrong, lambda: False)
 
 
 async def test_an_engine_that_stays_silent_is_gone() -> None:

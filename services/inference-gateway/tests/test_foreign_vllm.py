@@ -4,6 +4,7 @@ import base64
 import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +16,9 @@ from reflux_inference_gateway.foreign.http_client import engine_http
 from reflux_inference_gateway.foreign.vllm import VllmSink
 from reflux_transfer.client.layouts import single_rank
 from reflux_transfer.client.offer import Offer, Route, SourceRegion
-from reflux_transfer.errors import ReadCancelled
+from reflux_transfer.client.wire import scope_of
+from reflux_transfer.errors import ReadCancelled, WrongHandle
+from reflux_transfer.handles import ANYWHERE, Scope, seal
 from reflux_transfer.layout import Layout
 from reflux_weightplan.wire import parse
 
@@ -59,11 +62,11 @@ def fake() -> FakeVllm:
 
 
 @asynccontextmanager
-async def sink_of(fake: FakeVllm) -> AsyncIterator[VllmSink]:
+async def sink_of(fake: FakeVllm, scope: Scope = ANYWHERE) -> AsyncIterator[VllmSink]:
     app = web.Application()
     app.router.add_route("*", "/{tail:.*}", fake.answer)
     async with TestServer(app) as server, engine_http(str(server.make_url("")), "") as http:
-        yield VllmSink(http)
+        yield VllmSink(http, scope)
 
 
 def ready(fingerprint: str = "00000000000000ff", **more: object) -> dict[str, Any]:
@@ -112,6 +115,23 @@ async def test_an_offer_is_pulled_by_every_worker_and_reported_as_one(fake) -> N
     async with sink_of(fake) as sink:
         received = await sink.receive(OFFER, lambda: False)
     assert (received.fingerprint, received.bytes, received.seconds) == (0xFF, 24, 2.0)
+
+
+async def test_workers_are_handed_offers_of_their_run_only(fake) -> None:
+    secret = "a secret of the stack"
+
+    def offer(scope: Scope, generation: int = 3) -> Offer:
+        region = SourceRegion(0, seal("shm", {}, replace(scope, generation=3)), "shm", generation)
+        return replace(OFFER, regions=(region,))
+
+    async with sink_of(fake, scope_of("m", secret)) as sink:
+        forged = offer(replace(scope_of("m"), key=b"guessed"))
+        for wrong in (forged, offer(scope_of("m")), offer(scope_of("n", secret)), offer(scope_of("m", secret), 4)):
+            with pytest.raises(WrongHandle):
+                await sink.receive(wrong, lambda: False)
+        assert fake.calls == []
+        fake.statuses = [[ready()]]
+        assert (await sink.receive(offer(scope_of("m", secret)), lambda: False)).fingerprint == 0xFF
 
 
 @pytest.mark.parametrize(

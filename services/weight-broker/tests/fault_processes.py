@@ -7,7 +7,6 @@ others have).
 
 import asyncio
 import contextlib
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -28,7 +27,9 @@ from reflux_transfer.client.subscriber import BrokerSubscriber
 from reflux_transfer.client.swap import SwapReceiver
 from reflux_transfer.client.wire import RETRY
 from reflux_transfer.handles import Scope
+from reflux_transfer.probe.paths import PathBook
 from reflux_transfer.registry import open_backend
+from reflux_transfer.settings import TransferSettings
 
 Phase = Literal["register", "prepare", "mid-read", "before-ack", "between-commits"]
 PHASES: tuple[Phase, ...] = ("register", "prepare", "mid-read", "before-ack", "between-commits")
@@ -83,9 +84,8 @@ class Gate:
 
 class _Swap(SwapReceiver):
     def __init__(self, arenas: ReplicaArenas, gate: Gate) -> None:
-        super().__init__(arenas, scope=Scope(MODEL))
+        super().__init__(arenas, scope=Scope(MODEL), puller=_puller(gate))
         self._gate = gate
-        self._puller = Puller(Scope(MODEL), opened=_opener(gate))
 
     async def prepare(self, offer: Offer, cancelled: Callable[[], bool]) -> Prepared:
         self._gate.version = offer.version
@@ -101,9 +101,8 @@ class _Swap(SwapReceiver):
 
 class _InPlace(InPlaceReceiver):
     def __init__(self, arenas: ReplicaArenas, gate: Gate) -> None:
-        super().__init__(arenas, scope=Scope(MODEL))
+        super().__init__(arenas, scope=Scope(MODEL), puller=_puller(gate))
         self._gate = gate
-        self._puller = Puller(Scope(MODEL), opened=_opener(gate))
 
     async def prepare(self, offer: Offer, cancelled: Callable[[], bool]) -> Prepared:
         self._gate.version = offer.version
@@ -120,6 +119,11 @@ class _Subscriber(BrokerSubscriber):
 
 def _address(view: memoryview) -> int:
     return np.frombuffer(view, np.uint8).ctypes.data
+
+
+def _puller(gate: Gate) -> Puller:
+    paths = PathBook(TransferSettings(floor_gb_per_second=0.001))  # a busy machine is none of these faults
+    return Puller(Scope(MODEL), opened=_opener(gate), paths=paths)
 
 
 def _opener(gate: Gate) -> Callable[[str], TransferBackend]:
@@ -143,7 +147,6 @@ def _opener(gate: Gate) -> Callable[[str], TransferBackend]:
 
 def replica(pipe: Connection, address: str, name: str, hook: Hook | None) -> None:
     """Serves what the broker commits and says so; stops once where the hook says."""
-    os.environ["REFLUX_TRANSFER_FLOOR_GB_PER_SECOND"] = "0.001"  # a busy machine is none of these faults
     asyncio.run(_replica(pipe, address, name, hook))
 
 

@@ -9,9 +9,10 @@ from test_clients import HANG_SECONDS, Stack, publish, stack, weights
 
 from reflux.weight_broker.v1 import weight_broker_service_pb2 as pb
 from reflux_transfer.client.publisher import PublishAborted
-from reflux_transfer.client.reporting import reporting, self_tested
+from reflux_transfer.client.reporting import reporting
 from reflux_transfer.client.wire import scope_of
 from reflux_transfer.layout import Layout
+from reflux_transfer.probe.choice import probe
 from reflux_transfer.probe.paths import PathBook
 from reflux_transfer.settings import TransferSettings
 
@@ -37,7 +38,7 @@ async def listed(stack: Stack, process: str, rows: int) -> list[pb.TransferPath]
 @pytest.mark.parametrize("mode", ["swap", "in_place"])
 async def test_a_path_below_its_floor_aborts_the_version_and_is_listed(stack: Stack, mode: str) -> None:
     paths = PathBook(TransferSettings(floor_gb_per_second=1e6))
-    async with reporting(stack.channel, "replicas/a", (), paths):
+    async with reporting(stack.channel, "replicas/a", None, paths):
         stack.replica("a", mode=mode, layout=JUDGED, paths=paths)
         text = r"replica a: PathTooSlow: the path to pid \d+ .* by shm moves .* GB/s, its floor is 1000000\.000 GB/s"
         with pytest.raises(PublishAborted, match=text):
@@ -51,7 +52,7 @@ async def test_a_path_below_its_floor_aborts_the_version_and_is_listed(stack: St
 
 async def test_a_good_path_is_tested_before_the_first_version_only(stack: Stack) -> None:
     paths, tests = PathBook(TransferSettings(floor_gb_per_second=1e-6)), []
-    async with reporting(stack.channel, "replicas/a", (), paths):
+    async with reporting(stack.channel, "replicas/a", None, paths):
         told = paths.changed
         paths.changed = lambda: (tests.append(1), told())[1]
         replicas = [stack.replica(name, layout=JUDGED, paths=paths) for name in "ab"]
@@ -67,9 +68,9 @@ async def test_a_good_path_is_tested_before_the_first_version_only(stack: Stack)
 
 
 async def test_the_self_test_of_a_process_is_listed_with_what_it_chose(stack: Stack) -> None:
-    tested = await self_tested("shm")
-    async with reporting(stack.channel, "learners/m", tested):
-        rows = await listed(stack, "learners/m", len(tested))
+    choice = await asyncio.to_thread(probe, TransferSettings(), "shm")
+    async with reporting(stack.channel, "learners/m", choice):
+        rows = await listed(stack, "learners/m", len(choice.statuses))
     assert [row.transport for row in rows if row.chosen] == ["shm"]
     (chosen,) = (row for row in rows if row.chosen)
     assert chosen.reason.startswith("configured")

@@ -19,6 +19,7 @@ from reflux_transfer.client.in_place import InPlaceReceiver
 from reflux_transfer.client.layouts import single_rank
 from reflux_transfer.client.offer import Update, layout_of_rank
 from reflux_transfer.client.publisher import BrokerPublisher, PublishAborted, Published, PublishRefused
+from reflux_transfer.client.puller import Puller
 from reflux_transfer.client.subscriber import BrokerSubscriber
 from reflux_transfer.client.swap import SwapReceiver
 from reflux_transfer.client.wire import RETRY
@@ -85,7 +86,8 @@ class Stack:
     ) -> Replica:
         layout = layout_of_rank(spec, rank) if spec else layout
         arenas = ReplicaArenas(layout, buffers=2 if mode == "swap" else 1, backend=self.backend)
-        receiver = (SwapReceiver if mode == "swap" else InPlaceReceiver)(arenas, rank=rank, scope=scope, paths=paths)
+        kind = SwapReceiver if mode == "swap" else InPlaceReceiver
+        receiver = kind(arenas, rank=rank, scope=scope, puller=Puller(scope, paths=paths))
 
         async def apply(update: Update) -> float:
             if update.fill:
@@ -268,7 +270,8 @@ async def test_a_delta_without_its_base_becomes_the_whole_version(stack: Stack) 
     tensors = weights(1)
     await publish(publisher, 1, 0, tensors, min_replicas=1)
     await first.serves(1)
-    first.subscriber._receiver._live_fingerprint ^= 1  # as if it served something else
+    live = first.arenas._buffers[first.arenas.live_index]
+    live.header._store(version=1)  # as if it served something else
     late = stack.replica("b")
     await late.serves(1)
     await stack.settled("b", 1)

@@ -12,7 +12,7 @@ Seconds = Annotated[float, Field(gt=0.0, le=86_400.0)]
 
 Algorithm = Literal["grpo", "dr_grpo", "rloo", "leave_one_out"]
 Loss = Literal["ppo", "dual_clip", "reinforce", "cispo", "gspo", "importance_sampling"]
-Transport = Literal["shm", "ucx"]
+Transport = Literal["auto", "shm", "ucx", "tcp", "nixl"]
 WeightDtype = Literal["float32", "bfloat16"]
 WeightMode = Literal["auto", "swap", "in_place"]
 
@@ -175,14 +175,21 @@ class FleetConfig(_Section):
     rollout_workers: Annotated[int, Field(ge=1, le=4096)] = 2
     """Rollout workers; each holds up to 16 prompts at once."""
 
-    transport: Transport = "shm"
-    """Way of the weights from learner to replicas: `shm` on one host, `ucx` over any network that UCX finds."""
+    transport: Transport = "auto"
+    """Way of the weights from learner to replicas: `shm` on one host, `ucx` over any network that UCX finds, `tcp` by
+    plain sockets, `nixl` where its extra is installed. `auto` takes the first that works where the process runs (see
+    docs/weights.md); one that is named and fails its test at the start is an error."""
 
     sync_timeout_seconds: Seconds = 30.0
     """Seconds that one weight sync may take; it is tried once more, then the run fails with the receiver's text."""
 
     weight_dtype: WeightDtype = "float32"
     """Type of the weights that replicas get and compute in; `bfloat16` halves the bytes of a sync and the memory."""
+
+    weight_delta: bool = False
+    """Sends a version as its difference to the one before: slow links between learner and replicas gain, at the price
+    of processor time. The weights go in full where the difference is not small (learning rates above about 1e-5), to
+    replicas that lack the version before, and from a learner that was restarted. Needs `weight_dtype = "bfloat16"`."""
 
     weight_mode: WeightMode = "auto"
     """How replicas take new weights. `swap` keeps a second copy, and decoding pauses for an exchange of pointers;

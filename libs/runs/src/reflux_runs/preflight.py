@@ -85,6 +85,7 @@ def preflight(config: RunConfig, catalog: Catalog | None = None) -> Counts:
         *_batch(config),
         *_task(config, catalog),
         *_model(config, catalog),
+        *_fleet(config),
         *_message_size(config, prompt_tokens),
     ]
     if refusals:
@@ -166,6 +167,13 @@ def _model(config: RunConfig, catalog: Catalog) -> list[Refusal]:
     if config.rl.max_tokens > room:
         reason = f"prompt and answer would exceed the model's context of {context} tokens"
         return [Refusal("rl.max_tokens", config.rl.max_tokens, reason, f"{max(room, 1)} or less")]
+    return []
+
+
+def _fleet(config: RunConfig) -> list[Refusal]:
+    if config.fleet.weight_delta and config.fleet.weight_dtype != "bfloat16":
+        reason = "every step changes nearly all float32 weights, their difference is as large as they are"
+        return [Refusal("fleet.weight_delta", True, reason, 'fleet.weight_dtype = "bfloat16"')]
     return []
 
 

@@ -1,5 +1,7 @@
 """Identity of a process on this host, and whether it still lives: proof against reused pids."""
 
+import hashlib
+import json
 import os
 import select
 from dataclasses import asdict, dataclass
@@ -26,6 +28,12 @@ class ProcessIdentity:
     def on_this_host(self) -> bool:
         """Whether its pid means something here: same boot, same pid namespace."""
         return self.boot_id == _boot_id() and self.pid_namespace == _pid_namespace()
+
+    @property
+    def label(self) -> str:
+        """A name for people; no two processes have the same."""
+        mark = hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()[:8]
+        return f"pid {self.pid} ({mark})"
 
     def to_json(self) -> dict[str, object]:
         """Plain values for a handle."""

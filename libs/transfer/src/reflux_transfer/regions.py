@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from reflux_transfer.errors import OutOfRange, RegionBusy, RegionClosed
+from reflux_transfer.peer import ProcessIdentity
 
 
 def check_range(what: str, length: int, offset: int, count: int) -> None:
@@ -80,4 +81,5 @@ class RemoteRegion:
     """Memory of another process, opened from its handle. `resource` belongs to the backend."""
 
     length: int
+    owner: ProcessIdentity
     resource: Any

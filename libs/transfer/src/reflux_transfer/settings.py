@@ -2,23 +2,18 @@
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import BaseModel, ConfigDict, Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 BackendName = Literal["shm", "ucx", "tcp", "nixl"]
-WantedBackend = Literal["auto", "shm", "ucx", "tcp", "nixl"]
+Transport = Literal["auto", "shm", "ucx", "tcp", "nixl"]
+"""What a process offers its memory by; `auto` is what its probe chooses."""
 
 
-class TransferSettings(BaseSettings):
-    """Which backend offers memory, and how UCX is set up.
+class TransferSettings(BaseModel):
+    """How backends are set up. Readers follow the owner's choice of a backend: the handle names it."""
 
-    Readers follow the owner's choice: the handle names the backend.
-    """
-
-    model_config = SettingsConfigDict(env_prefix="REFLUX_TRANSFER_", extra="ignore", frozen=True)
-
-    backend: WantedBackend = "auto"
-    """`auto` takes the first that passes its self-test, see `probe`."""
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
     ucx_library: str = ""
     """Path of a libucp.so.0 to use instead of the wheel's, for instance a system UCX with RDMA."""
@@ -59,3 +54,9 @@ class TransferSettings(BaseSettings):
 
     floor_gb_per_second: float | None = Field(default=None, gt=0)
     """A path slower than this is an error; empty takes the floor of the transport, see `probe.floors`."""
+
+
+class TransferEnvironment(BaseSettings, TransferSettings):
+    """The settings that the environment gives. A process reads them once, at its start, and hands them on."""
+
+    model_config = SettingsConfigDict(env_prefix="REFLUX_TRANSFER_", extra="ignore", frozen=True)

@@ -179,7 +179,7 @@ async def test_in_place_that_failed_offers_nothing_and_takes_the_whole_next_time
         await receiver.commit(prepared, apply)
     with pytest.raises(KeyError):
         receiver.arenas.lease(1, "x", 1.0)
-    assert receiver._fingerprint == 0, "a mixture must not be the base of a delta"
+    assert receiver.arenas.fingerprint == 0, "a mixture must not be the base of a delta"
 
 
 @pytest.mark.parametrize("kind", [SwapReceiver, InPlaceReceiver])

@@ -4,12 +4,17 @@ import contextlib
 import logging
 import os
 import threading
+from functools import partial
 from typing import Any, Literal
 
+from reflux_transfer.client import puller as transfer
 from reflux_transfer.client.offer import Offer
 from reflux_transfer.errors import ReadCancelled
 from reflux_transfer.intake import Intake
 from reflux_transfer.offers import OfferReader
+from reflux_transfer.probe.paths import PathBook
+from reflux_transfer.registry import open_backend
+from reflux_transfer.settings import TransferEnvironment
 from reflux_weightplan.spec import SpecLayout
 
 log = logging.getLogger(__name__)
@@ -21,7 +26,9 @@ class Puller:
     """Owns the intake of one worker and the thread that fills it. Called by the worker's thread only."""
 
     def __init__(self, layout: SpecLayout) -> None:
-        self.intake = Intake(layout)
+        settings = TransferEnvironment()  # a worker is vLLM's process: nobody else can hand it settings
+        puller = transfer.Puller(opened=partial(open_backend, settings=settings), paths=PathBook(settings))
+        self.intake = Intake(layout, puller)
         self._reader = OfferReader(layout)
         self._thread: threading.Thread | None = None
         self._cancelled = threading.Event()

@@ -131,7 +131,14 @@ class Assembly:
     def _learner(self, checkpoints: Checkpoints) -> LearnerClient:
         record, config, peers = self._record, self._record.config, self._peers
         fleet = config.fleet
-        source = ModelSource(record.run, str(self.model.resolve()), config.seed, fleet.transport, fleet.weight_dtype)
+        source = ModelSource(
+            model_id=record.run,
+            folder=str(self.model.resolve()),
+            seed=config.seed,
+            transport=fleet.transport,
+            weight_dtype=fleet.weight_dtype,
+            weight_delta=fleet.weight_delta,
+        )
         return LearnerClient(
             source,
             peers.settings,

@@ -56,6 +56,7 @@ class ModelSource:
     seed: int
     transport: str
     weight_dtype: str = "float32"
+    weight_delta: bool = False
 
 
 class LearnerClient:
@@ -197,6 +198,7 @@ class LearnerClient:
             seed=source.seed,
             transport=source.transport,
             weight_dtype=source.weight_dtype,
+            weight_delta=source.weight_delta,
         )
         await stub.CreateModel(request, timeout=_LOAD_SECONDS)
         return 0
@@ -211,6 +213,7 @@ class LearnerClient:
             transport=self._source.transport,
             seed=self._source.seed,
             weight_dtype=self._source.weight_dtype,
+            weight_delta=self._source.weight_delta,
         )
         return (await stub.LoadState(loading, timeout=_LOAD_SECONDS)).op_id
 

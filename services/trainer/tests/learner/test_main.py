@@ -4,6 +4,7 @@ import asyncio
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -18,8 +19,10 @@ from reflux_kit.server import Mount, Service, running
 from reflux_kit.settings import ServiceSettings
 from reflux_trainer.learner.main import build
 from reflux_trainer.learner.settings import LearnerSettings
+from reflux_transfer.settings import TransferSettings
 
 from .fake_broker import FakeBroker
+from .tiny import tiny_folder
 
 
 class FakeTrainer(TrainerServiceServicer):
@@ -70,6 +73,32 @@ async def test_a_learner_tells_the_broker_what_its_self_test_found() -> None:
     (chosen,) = (path for path in report.paths if path.chosen)
     assert (chosen.transport, chosen.peer) == ("tcp", "")
     assert chosen.bytes_per_second > 0
+
+
+async def test_a_transport_that_failed_its_self_test_is_an_error_that_says_so(tmp_path: Path) -> None:
+    broken = TransferSettings(ucx_library="/nonexistent/libucp.so.0")
+    settings = LearnerSettings(run="run-1", transport="ucx", transfer=broken, drain_seconds=0)
+    async with build(settings) as service, running(service, settings) as served, open_channel(served.grpc) as channel:
+        stub: Any = LearnerServiceStub(channel)
+        for transport in ("ucx", "auto"):
+            request = learner_pb.CreateModelRequest(
+                model_id="run-1", path=str(tiny_folder(tmp_path / transport)), transport=transport
+            )
+            with pytest.raises(grpc.aio.AioRpcError, match=r"/nonexistent/libucp\.so\.0") as caught:
+                await stub.CreateModel(request)
+            assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+
+
+async def test_auto_is_the_transport_that_the_probe_chose(tmp_path: Path) -> None:
+    broken, broker = TransferSettings(ucx_library="/nonexistent/libucp.so.0"), FakeBroker()
+    async with running(Service((broker.mount(),)), ServiceSettings(drain_seconds=0)) as bound:
+        settings = LearnerSettings(run="run-1", broker_address=bound.grpc, transfer=broken, drain_seconds=0)
+        async with build(settings) as service, running(service, settings) as served, open_channel(served.grpc) as door:
+            stub: Any = LearnerServiceStub(door)
+            folder = str(tiny_folder(tmp_path / "model"))
+            await stub.CreateModel(learner_pb.CreateModelRequest(model_id="run-1", path=folder, transport="auto"))
+            await stub.PublishWeights(learner_pb.PublishWeightsRequest(request_id="a", model_id="run-1"))
+    assert [region.transport for region in broker.begun[0].regions] == ["shm"]
 
 
 async def test_a_batch_of_many_megabytes_is_taken() -> None:

@@ -1,6 +1,7 @@
 """Requests become values or a refusal that names the field."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -80,3 +81,24 @@ def test_an_impossible_step_is_refused_by_name(fields: dict[str, float], message
 
 def test_the_default_epsilon_fills_in() -> None:
     assert parsing.parse_step(pb.OptimStepRequest(learning_rate=1e-3)).eps == 1e-8
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"transport": "pigeon"}, "transport 'pigeon' is not one of auto, shm, ucx, tcp, nixl"),
+        ({"transport": "shm", "weight_dtype": "int8"}, "weight_dtype 'int8'"),
+        ({"transport": "shm", "weight_delta": True}, "weight_delta needs weight_dtype 'bfloat16'"),
+    ],
+)
+def test_weights_leave_by_known_transports_and_types_only(fields: dict[str, Any], message: str) -> None:
+    for request in (pb.CreateModelRequest(**fields), pb.LoadStateRequest(**fields)):
+        with pytest.raises(InvalidRequest, match=message):
+            parsing.parse_outlet(request)
+
+
+def test_differences_are_published_when_they_are_asked_for() -> None:
+    request = pb.CreateModelRequest(transport="auto", weight_dtype="bfloat16", weight_delta=True)
+    outlet = parsing.parse_outlet(request)
+    assert (outlet.transport, outlet.delta) == ("auto", True)
+    assert not parsing.parse_outlet(pb.LoadStateRequest(transport="tcp")).delta

@@ -169,6 +169,11 @@ class OwnedHeader:
         return int(self._words[_WORD["fingerprint"]])
 
     @property
+    def version(self) -> int:
+        """Fingerprint of the whole version that the generation is of, 0 unless it is sealed."""
+        return int(self._words[_WORD["version"]]) if self.state == State.SEALED else 0
+
+    @property
     def state(self) -> State:
         """What it is worth."""
         return State(int(self._words[_WORD["state"]]))

@@ -15,6 +15,7 @@ from reflux_transfer.handles import ANYWHERE, Scope
 from reflux_transfer.layout import SLICE_BYTES, Layout
 from reflux_transfer.pulling.report import PullReport
 from reflux_transfer.regions import LocalRegion
+from reflux_transfer.registrations import RegistrationCache
 
 
 @dataclass(eq=False)
@@ -22,7 +23,6 @@ class _Buffer:
     region: LocalRegion
     header: OwnedHeader
     tensors: memoryview
-    registered: dict[TransferBackend, LocalRegion] = field(default_factory=dict)
     leases: Leases = field(default_factory=Leases)
 
 
@@ -46,6 +46,7 @@ class ReplicaArenas:
         self._backend, self._geometry = backend, Geometry(layout, slice_bytes)
         self._changed = threading.Condition()
         self._generation = 0
+        self._registered = RegistrationCache()
         self._buffers: list[_Buffer] = []
         for _ in range(buffers):
             region = backend.allocate(self._geometry.region_bytes)
@@ -62,6 +63,11 @@ class ReplicaArenas:
         """Name of the backend that others open the offers with."""
         return self._backend.name
 
+    @property
+    def fingerprint(self) -> int:
+        """Of the version that the live buffer holds, 0 while that is unknown: the base that deltas stand on."""
+        return self._buffers[self.live_index].header.version
+
     def view(self, index: int) -> memoryview:
         """The tensors of a buffer; they stay where they are as long as the arenas exist."""
         return self._buffers[index].tensors
@@ -74,9 +80,7 @@ class ReplicaArenas:
         """
         buffer = self._buffers[self.shadow_index]
         self._withdraw(buffer, time.monotonic() + deadline_seconds)
-        if backend not in buffer.registered:
-            buffer.registered[backend] = backend.register(buffer.tensors)
-        return buffer.registered[backend]
+        return self._registered.get(backend, buffer.tensors)
 
     def swap(self) -> None:
         """Makes the shadow live."""
@@ -119,11 +123,9 @@ class ReplicaArenas:
 
     def close(self) -> None:
         """Withdraws what is offered and frees the buffers' registrations; views stay valid."""
+        self._registered.clear()
         for buffer in self._buffers:
             self._withdraw(buffer, time.monotonic())
-            for backend, region in buffer.registered.items():
-                backend.unregister(region)
-            buffer.registered.clear()
             self._backend.unregister(buffer.region)
 
     def _find(self, generation: int) -> _Buffer:

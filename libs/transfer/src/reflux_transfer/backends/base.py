@@ -1,13 +1,13 @@
 """The contract of every transfer backend."""
 
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from reflux_transfer.errors import ReadDeadlineExceeded
+from reflux_transfer import memory
+from reflux_transfer.errors import RegionClosed
 from reflux_transfer.handles import ANYWHERE, Scope
-from reflux_transfer.regions import LocalRegion, RemoteRegion, Run
+from reflux_transfer.regions import LocalRegion, RemoteRegion, Run, check_range
 
 
 class TransferBackend(ABC):
@@ -27,10 +27,13 @@ class TransferBackend(ABC):
     """
 
     name: ClassVar[str]
+    _closed = False
 
-    @abstractmethod
     def allocate(self, length: int) -> LocalRegion:
         """Zeroed memory of `length` >= 1 bytes that can be described, read into and written through its view."""
+        if length < 1:
+            raise ValueError(f"a region has at least one byte, not {length}")
+        return self.register(memory.private(length))
 
     @abstractmethod
     def register(self, buffer: Any) -> LocalRegion:
@@ -50,7 +53,6 @@ class TransferBackend(ABC):
         Raises `WrongHandle` or `PeerGone`; a region that was withdrawn may also show at the first read only.
         """
 
-    @abstractmethod
     def read(
         self,
         remote: RemoteRegion,
@@ -60,19 +62,15 @@ class TransferBackend(ABC):
         length: int,
         deadline_seconds: float,
     ) -> None:
-        """Copies remote bytes into local ones.
+        """Copies remote bytes into local ones; raises what `read_runs` raises."""
+        self.read_runs(remote, local, [Run(remote_offset, local_offset, length)], deadline_seconds)
+
+    @abstractmethod
+    def read_runs(self, remote: RemoteRegion, local: LocalRegion, runs: Sequence[Run], deadline_seconds: float) -> None:
+        """Copies ranges, many by one request where the transport can.
 
         Raises `OutOfRange`, `PeerGone`, `ReadDeadlineExceeded` or `RegionClosed`.
         """
-
-    def read_runs(self, remote: RemoteRegion, local: LocalRegion, runs: Sequence[Run], deadline_seconds: float) -> None:
-        """Copies many ranges; for a backend that can, in few requests. Raises what `read` raises."""
-        end = time.monotonic() + deadline_seconds
-        for done, run in enumerate(runs):
-            if time.monotonic() > end:
-                raise ReadDeadlineExceeded(f"{done} of {len(runs)} ranges read in {deadline_seconds} s")
-            rest = end - time.monotonic()
-            self.read(remote, run.remote_offset, local, run.local_offset, run.length, rest)
 
     @abstractmethod
     def release(self, remote: RemoteRegion) -> None:
@@ -85,3 +83,14 @@ class TransferBackend(ABC):
     @abstractmethod
     def close(self) -> None:
         """Frees everything that this backend holds (idempotent); waits for reads in flight."""
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RegionClosed("the backend is closed")
+
+
+def check_runs(remote: RemoteRegion, local: LocalRegion, runs: Sequence[Run]) -> None:
+    """Raises `OutOfRange` unless all runs lie inside both regions."""
+    for run in runs:
+        check_range("remote", remote.length, run.remote_offset, run.length)
+        check_range("local", local.length, run.local_offset, run.length)

@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from reflux_transfer import handles, memory
-from reflux_transfer.backends.base import TransferBackend
+from reflux_transfer.backends.base import TransferBackend, check_runs
 from reflux_transfer.backends.board import WORD_BYTES, Board, Word, check_word
 from reflux_transfer.backends.nixl_agent import Agent, Transfer
 from reflux_transfer.errors import PeerGone, ReadDeadlineExceeded, RegionBusy, RegionClosed
 from reflux_transfer.handles import ANYWHERE, Scope
 from reflux_transfer.peer import PeerWatch, ProcessIdentity
-from reflux_transfer.regions import LocalRegion, RemoteRegion, Run, check_range
+from reflux_transfer.regions import LocalRegion, RemoteRegion, Run
 from reflux_transfer.settings import TransferSettings
 
 _BATCH = 4096
@@ -74,13 +74,6 @@ class NixlBackend(TransferBackend):
         self._stuck: list[_Stuck] = []
         self._lent: list[memoryview] = []
         self._idle = threading.Condition()
-        self._closed = False
-
-    def allocate(self, length: int) -> LocalRegion:
-        """Private memory, registered with NIXL."""
-        if length < 1:
-            raise ValueError(f"a region has at least one byte, not {length}")
-        return self.register(memory.private(length))
 
     def register(self, buffer: Any) -> LocalRegion:
         """Existing memory, registered with NIXL. Once described it stays referenced until `close`."""
@@ -120,7 +113,8 @@ class NixlBackend(TransferBackend):
             watch = PeerWatch(identity) if identity.on_this_host() else None
             if watch:
                 undo.callback(watch.close)
-            remote = RemoteRegion(envelope["length"], _Remote(envelope["address"], word, envelope["agent"], watch))
+            path = _Remote(envelope["address"], word, envelope["agent"], watch)
+            remote = RemoteRegion(envelope["length"], identity, path)
             with self._idle:
                 self._check_open()
                 self._agent.meet(envelope["agent"], metadata)
@@ -128,24 +122,10 @@ class NixlBackend(TransferBackend):
             undo.pop_all()
         return remote
 
-    def read(
-        self,
-        remote: RemoteRegion,
-        remote_offset: int,
-        local: LocalRegion,
-        local_offset: int,
-        length: int,
-        deadline_seconds: float,
-    ) -> None:
-        """One READ."""
-        self.read_runs(remote, local, [Run(remote_offset, local_offset, length)], deadline_seconds)
-
     def read_runs(self, remote: RemoteRegion, local: LocalRegion, runs: Sequence[Run], deadline_seconds: float) -> None:
         """A READ of up to 4096 ranges at a time."""
         end = time.monotonic() + deadline_seconds
-        for run in runs:
-            check_range("remote", remote.length, run.remote_offset, run.length)
-            check_range("local", local.length, run.local_offset, run.length)
+        check_runs(remote, local, runs)
         path: _Remote = remote.resource
         wanted = [run for run in runs if run.length]
         with self._in_use(path), ExitStack() as hold:
@@ -262,7 +242,3 @@ class NixlBackend(TransferBackend):
             with self._idle:
                 path.reads -= 1
                 self._idle.notify_all()
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise RegionClosed("the backend is closed")

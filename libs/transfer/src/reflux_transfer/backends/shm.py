@@ -12,18 +12,19 @@ import os
 import secrets
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import numpy as np
 
 from reflux_transfer import handles
-from reflux_transfer.backends.base import TransferBackend
+from reflux_transfer.backends.base import TransferBackend, check_runs
 from reflux_transfer.errors import PeerGone, ReadDeadlineExceeded, RegionClosed, UnshareableRegion, WrongHandle
 from reflux_transfer.handles import ANYWHERE, Scope
 from reflux_transfer.memory import copy, populate
 from reflux_transfer.peer import PeerWatch, ProcessIdentity
-from reflux_transfer.regions import LocalRegion, RemoteRegion, check_range
+from reflux_transfer.regions import LocalRegion, RemoteRegion, Run
 from reflux_transfer.settings import TransferSettings
 
 _HEADER = mmap.PAGESIZE
@@ -73,7 +74,6 @@ class ShmBackend(TransferBackend):
         self._regions: set[LocalRegion] = set()
         self._remotes: set[RemoteRegion] = set()
         self._lock = threading.Lock()
-        self._closed = False
 
     def allocate(self, length: int) -> LocalRegion:
         """A new segment, its pages reserved: a full /dev/shm is a MemoryError here, not a SIGBUS later."""
@@ -132,24 +132,16 @@ class ShmBackend(TransferBackend):
             if data[_TOKEN].tobytes() != mapping.token:
                 raise WrongHandle("the segment behind the handle is another one")
             mapping.check()
-            remote = RemoteRegion(envelope["length"], mapping)
+            remote = RemoteRegion(envelope["length"], identity, mapping)
             with self._lock:
                 self._check_open()
                 self._remotes.add(remote)
             undo.pop_all()
         return remote
 
-    def read(
-        self,
-        remote: RemoteRegion,
-        remote_offset: int,
-        local: LocalRegion,
-        local_offset: int,
-        length: int,
-        deadline_seconds: float,
-    ) -> None:
+    def read_runs(self, remote: RemoteRegion, local: LocalRegion, runs: Sequence[Run], deadline_seconds: float) -> None:
         """memcpy in pieces; owner and deadline are looked at around each."""
-        check_range("remote", remote.length, remote_offset, length)
+        check_runs(remote, local, runs)
         end = time.monotonic() + deadline_seconds
         mapping = remote.resource
         with mapping.idle:
@@ -157,13 +149,15 @@ class ShmBackend(TransferBackend):
                 raise RegionClosed("the remote region was released")
             mapping.reads += 1
         try:
-            with local.reading(local_offset, length) as address:
+            with local.reading(0, 0) as address:
                 mapping.check()
-                for done in range(0, length, _PIECE):
-                    if time.monotonic() > end:
-                        raise ReadDeadlineExceeded(f"{done} of {length} bytes read in {deadline_seconds} s")
-                    source = mapping.data.ctypes.data + _HEADER + remote_offset + done
-                    copy(address + done, source, min(_PIECE, length - done))
+                source = mapping.data.ctypes.data + _HEADER
+                for run in runs:
+                    for done in range(0, run.length, _PIECE):
+                        if time.monotonic() > end:
+                            raise ReadDeadlineExceeded(f"not read in {deadline_seconds} s")
+                        count = min(_PIECE, run.length - done)
+                        copy(address + run.local_offset + done, source + run.remote_offset + done, count)
                 mapping.check()
         finally:
             with mapping.idle:
@@ -201,10 +195,6 @@ class ShmBackend(TransferBackend):
             self.release(remote)
         for region in regions:
             self.unregister(region)
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise RegionClosed("the backend is closed")
 
 
 def _map(pid: int, fd: int, length: int) -> np.ndarray:

@@ -13,22 +13,21 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from reflux_transfer import handles, memory
+from reflux_transfer import handles
 from reflux_transfer.backends import tcp_server as wire
-from reflux_transfer.backends.base import TransferBackend
+from reflux_transfer.backends.base import TransferBackend, check_runs
 from reflux_transfer.backends.connections import ConnectionPool
 from reflux_transfer.errors import (
     BackendUnavailable,
     OutOfRange,
     PeerGone,
     ReadDeadlineExceeded,
-    RegionClosed,
     TransferError,
     WrongHandle,
 )
 from reflux_transfer.handles import ANYWHERE, Scope
 from reflux_transfer.peer import PeerWatch, ProcessIdentity
-from reflux_transfer.regions import LocalRegion, RemoteRegion, Run, check_range
+from reflux_transfer.regions import LocalRegion, RemoteRegion, Run
 from reflux_transfer.settings import TransferSettings
 
 _BATCH = 64 << 20
@@ -111,13 +110,6 @@ class TcpBackend(TransferBackend):
         self._regions: set[LocalRegion] = set()
         self._remotes: set[RemoteRegion] = set()
         self._lock = threading.Lock()
-        self._closed = False
-
-    def allocate(self, length: int) -> LocalRegion:
-        """Private memory."""
-        if length < 1:
-            raise ValueError(f"a region has at least one byte, not {length}")
-        return self.register(memory.private(length))
 
     def register(self, buffer: Any) -> LocalRegion:
         """Existing memory; costs nothing."""
@@ -157,31 +149,17 @@ class TcpBackend(TransferBackend):
             watch = PeerWatch(identity) if identity.on_this_host() else None
             if watch:
                 undo.callback(watch.close)
-            remote = RemoteRegion(envelope["length"], _Remote(offer, watch, pool))
+            remote = RemoteRegion(envelope["length"], identity, _Remote(offer, watch, pool))
             with self._lock:
                 self._check_open()
                 self._remotes.add(remote)
             undo.pop_all()
         return remote
 
-    def read(
-        self,
-        remote: RemoteRegion,
-        remote_offset: int,
-        local: LocalRegion,
-        local_offset: int,
-        length: int,
-        deadline_seconds: float,
-    ) -> None:
-        """One request for one range."""
-        self.read_runs(remote, local, [Run(remote_offset, local_offset, length)], deadline_seconds)
-
     def read_runs(self, remote: RemoteRegion, local: LocalRegion, runs: Sequence[Run], deadline_seconds: float) -> None:
         """A request for every 512 ranges or 64 MiB, whichever comes first."""
         end = time.monotonic() + deadline_seconds
-        for run in runs:
-            check_range("remote", remote.length, run.remote_offset, run.length)
-            check_range("local", local.length, run.local_offset, run.length)
+        check_runs(remote, local, runs)
         path: _Remote = remote.resource
         with path.pool.borrowed(end, local.reading(0, 0)) as connection:
             if path.watch:
@@ -231,10 +209,6 @@ class TcpBackend(TransferBackend):
             return wire.RangeServer(self._host, self._port)
         except OSError as error:
             raise BackendUnavailable(f"tcp cannot listen on {self._host}:{self._port}: {error}") from error
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise RegionClosed("the backend is closed")
 
 
 def _batches(runs: Sequence[Run]) -> Iterator[list[Run]]:

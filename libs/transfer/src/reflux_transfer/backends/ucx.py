@@ -20,14 +20,14 @@ from typing import Any, ClassVar
 
 from reflux_transfer import handles, memory
 from reflux_transfer.backends import ucp
-from reflux_transfer.backends.base import TransferBackend
+from reflux_transfer.backends.base import TransferBackend, check_runs
 from reflux_transfer.backends.board import WORD_BYTES, Board, Word, check_word
 from reflux_transfer.backends.connections import ConnectionPool
 from reflux_transfer.backends.ucx_lanes import Connection, RemoteWord, Target
-from reflux_transfer.errors import BackendUnavailable, ReadDeadlineExceeded, RegionClosed
+from reflux_transfer.errors import BackendUnavailable, ReadDeadlineExceeded
 from reflux_transfer.handles import ANYWHERE, Scope
 from reflux_transfer.peer import PeerWatch, ProcessIdentity
-from reflux_transfer.regions import LocalRegion, RemoteRegion, Run, check_range
+from reflux_transfer.regions import LocalRegion, RemoteRegion, Run
 from reflux_transfer.settings import TransferSettings
 
 _PIECE = 64 << 20
@@ -89,13 +89,6 @@ class UcxBackend(TransferBackend):
         self._remotes: set[RemoteRegion] = set()
         self._lent: list[memoryview] = []
         self._lock = threading.Lock()
-        self._closed = False
-
-    def allocate(self, length: int) -> LocalRegion:
-        """Private memory with its pages in place, mapped by UCX."""
-        if length < 1:
-            raise ValueError(f"a region has at least one byte, not {length}")
-        return self.register(memory.private(length))
 
     def register(self, buffer: Any) -> LocalRegion:
         """Existing memory, mapped by UCX. Once described it stays referenced until `close`."""
@@ -139,7 +132,7 @@ class UcxBackend(TransferBackend):
         with ExitStack() as undo:
             watch = self._watch(identity, word, undo)
             pool = ConnectionPool(lambda _end: self._connect(worker, watch), self._max_connections)
-            remote = RemoteRegion(envelope["length"], _Remote(envelope["address"], key, word, watch, pool))
+            remote = RemoteRegion(envelope["length"], identity, _Remote(envelope["address"], key, word, watch, pool))
             with self._lock:
                 self._check_open()
                 self._remotes.add(remote)
@@ -159,24 +152,10 @@ class UcxBackend(TransferBackend):
         check_word(word.value, int.from_bytes(found, sys.byteorder))
         return watch
 
-    def read(
-        self,
-        remote: RemoteRegion,
-        remote_offset: int,
-        local: LocalRegion,
-        local_offset: int,
-        length: int,
-        deadline_seconds: float,
-    ) -> None:
-        """GETs in pieces on one of the region's connections."""
-        self.read_runs(remote, local, [Run(remote_offset, local_offset, length)], deadline_seconds)
-
     def read_runs(self, remote: RemoteRegion, local: LocalRegion, runs: Sequence[Run], deadline_seconds: float) -> None:
         """One GET after the other on one connection; the region's word comes with the last one."""
         end = time.monotonic() + deadline_seconds
-        for run in runs:
-            check_range("remote", remote.length, run.remote_offset, run.length)
-            check_range("local", local.length, run.local_offset, run.length)
+        check_runs(remote, local, runs)
         path: _Remote = remote.resource
         pieces = list(_pieces(runs))
         with path.pool.borrowed(end, local.reading(0, 0)) as connection:
@@ -228,10 +207,6 @@ class UcxBackend(TransferBackend):
             for remote in remotes:
                 steps.callback(self.release, remote)
         self._lent.clear()
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise RegionClosed("the backend is closed")
 
 
 def _pieces(runs: Sequence[Run]) -> Iterator[tuple[int, int, int]]:

@@ -7,12 +7,11 @@ from dataclasses import replace
 
 from reflux_transfer.arenas.header import Header, version_of
 from reflux_transfer.backends.base import TransferBackend
-from reflux_transfer.client.delta import pull_delta
 from reflux_transfer.client.offer import Offer
-from reflux_transfer.errors import ReadCancelled, ReadDeadlineExceeded, WrongHandle
-from reflux_transfer.handles import Scope
-from reflux_transfer.layout import Layout
-from reflux_transfer.probe.paths import PathBook, peer_of
+from reflux_transfer.errors import BaseMismatch, ReadCancelled, ReadDeadlineExceeded, WrongHandle
+from reflux_transfer.handles import ANYWHERE, Scope
+from reflux_transfer.probe.paths import PathBook
+from reflux_transfer.pulling.difference import Base, follow_delta
 from reflux_transfer.pulling.report import PullReport
 from reflux_transfer.pulling.source import ArenaReader, RemoteSource
 from reflux_transfer.pulling.stream import follow
@@ -27,11 +26,11 @@ class Puller:
 
     def __init__(
         self,
-        scope: Scope | None = None,
+        scope: Scope = ANYWHERE,
         opened: Callable[[str], TransferBackend] = open_backend,
         paths: PathBook | None = None,
     ) -> None:
-        """Handles have to lie in `scope` (None: any); `opened` makes a backend by name.
+        """Handles have to lie in `scope`, that of no run takes any; `opened` makes a backend by name.
 
         `paths` are those of this process, each tested before its first pull; without them this puller tests its own.
         """
@@ -54,17 +53,19 @@ class Puller:
         offer: Offer,
         local: LocalRegion,
         cancelled: Callable[[], bool],
-        base: "tuple[Layout, memoryview, int] | None" = None,
+        base: Base | None = None,
     ) -> PullReport:
         """Pulls and verifies an offer into this rank's tensors area, which `backend(offer)` can read into.
 
-        A delta needs the `base` that it stands on: its layout, its bytes (they may be those of `local`) and its
-        fingerprint. Raises `PathTooSlow`, and what `follow` and `follow_delta` raise.
+        A delta needs the `base` that it stands on, between arenas of one layout; the broker offers the whole version to
+        those who answer `BaseMismatch`. Raises `PathTooSlow`, and what `follow` and `follow_delta` raise.
         """
         with self._sources(offer) as (backend, sources):
-            if offer.kind == "delta" and base:
-                return pull_delta(backend, offer, sources, local, *base, cancelled)
             left = max(0.0, offer.deadline - time.monotonic())
+            if offer.kind == "delta" and base:
+                if not offer.route.same or len(sources) != 1:
+                    raise BaseMismatch("the delta is between arenas of another layout than this replica's")
+                return follow_delta(backend, sources[0], local, base, deadline_seconds=left, cancelled=cancelled)
             return follow(backend, sources, local, offer.route.moves, deadline_seconds=left, cancelled=cancelled)
 
     def await_sealed(self, offer: Offer, cancelled: Callable[[], bool]) -> int:
@@ -86,10 +87,10 @@ class Puller:
         backend, sources = self.backend(offer), list[RemoteSource]()
         try:
             for region in sorted(offer.regions, key=lambda region: region.rank):
-                scope = replace(self._scope, generation=region.generation) if self._scope else None
+                scope = replace(self._scope, generation=region.generation) if self._scope.run else None
                 sources.append(RemoteSource(backend.open(region.handle, scope), region.generation, region.rank))
-                left, peer = max(0.0, offer.deadline - time.monotonic()), peer_of(region.handle)
-                self._paths.check(backend, region.handle, peer=peer, scope=scope, seconds=left)
+                left = max(0.0, offer.deadline - time.monotonic())
+                self._paths.check(backend, sources[-1].region, seconds=left)
             yield backend, sources
         finally:
             for source in sources:

@@ -11,10 +11,8 @@ from grpc.aio import AioRpcError, Channel
 
 from reflux.weight_broker.v1 import weight_broker_service_pb2 as pb
 from reflux.weight_broker.v1.weight_broker_service_pb2_grpc import WeightBrokerServiceStub
-from reflux_transfer.errors import BackendUnavailable
-from reflux_transfer.probe.choice import probe
+from reflux_transfer.probe.choice import Choice
 from reflux_transfer.probe.paths import PathBook, PathStatus
-from reflux_transfer.settings import TransferSettings, WantedBackend
 
 if TYPE_CHECKING:
     from reflux.weight_broker.v1.weight_broker_service_pb2_grpc import WeightBrokerServiceAsyncStub
@@ -26,34 +24,13 @@ _AGAIN_SECONDS = 30.0
 """A broker that was restarted knows nothing; for people, so that half a minute is soon enough."""
 
 
-async def self_tested(transport: WantedBackend) -> tuple[pb.TransferPath, ...]:
-    """Tests at the start which transports work here, `transport` being the one that memory is offered by.
-
-    A process without any starts all the same: its first publish or pull fails with the reason.
-    """
-    settings = TransferSettings() if transport == "auto" else TransferSettings(backend=transport)
-    try:
-        choice = await asyncio.to_thread(probe, settings)
-    except BackendUnavailable as error:
-        log.error("%s", error)
-        return (pb.TransferPath(transport=transport, reason=str(error)),)
-    return tuple(
-        pb.TransferPath(
-            transport=status.name,
-            bytes_per_second=status.bytes_per_second,
-            chosen=status.name == choice.name,
-            reason=f"{choice.reason}; {status.note}" if status.name == choice.name else status.note,
-        )
-        for status in choice.statuses
-    )
-
-
 @asynccontextmanager
 async def reporting(
-    channel: Channel, process: str, tested: Sequence[pb.TransferPath], paths: PathBook | None = None
+    channel: Channel, process: str, choice: Choice | None, paths: PathBook | None = None
 ) -> AsyncIterator[None]:
-    """Reports the self-test, and each change of `paths`, while the block runs."""
+    """Reports what the self-tests found, and each change of `paths`, while the block runs."""
     loop, changed = asyncio.get_running_loop(), asyncio.Event()
+    tested = _rows(choice) if choice else []
     paths = PathBook() if paths is None else paths
     paths.changed = lambda: _from_thread(loop, changed)
     task = asyncio.create_task(_report(WeightBrokerServiceStub(channel), process, tested, paths, changed))
@@ -85,6 +62,18 @@ async def _report(
             log.debug("the paths of %s are not heard of: %s", process, error.details())
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(changed.wait(), _AGAIN_SECONDS)
+
+
+def _rows(choice: Choice) -> list[pb.TransferPath]:
+    return [
+        pb.TransferPath(
+            transport=status.name,
+            bytes_per_second=status.bytes_per_second,
+            chosen=status.name == choice.name,
+            reason=f"{choice.reason}; {status.note}" if status.name == choice.name else status.note,
+        )
+        for status in choice.statuses
+    ]
 
 
 def _row(status: PathStatus) -> pb.TransferPath:

@@ -1,27 +1,22 @@
 """Tests of the path between this process and an owner of memory: a rate per pair, and an error below the floor."""
 
-import hashlib
-import json
 import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from reflux_transfer import handles
 from reflux_transfer.backends.base import TransferBackend
 from reflux_transfer.errors import PathTooSlow
-from reflux_transfer.handles import Scope
-from reflux_transfer.peer import ProcessIdentity
 from reflux_transfer.probe.floors import floor_of, hint_of
 from reflux_transfer.probe.metrics import PATH, PATH_OK
-from reflux_transfer.probe.self_test import TEST_BYTES, timed_read
+from reflux_transfer.probe.self_test import TEST_BYTES, best_seconds
 from reflux_transfer.probe.transports import ucx_transports
 from reflux_transfer.pulling.source import discard
+from reflux_transfer.regions import RemoteRegion
 from reflux_transfer.settings import TransferSettings
 
 log = logging.getLogger(__name__)
 
-_ROUNDS, _MOST_ROUNDS = 3, 20
 _JUDGED_BYTES = 4 << 20
 _READ_SECONDS = 5.0
 """Less than 7 MB/s is no path: its read ends with `ReadDeadlineExceeded`."""
@@ -71,38 +66,25 @@ class PathStatus:
 
 def measure_pair(
     backend: TransferBackend,
-    handle: bytes,
+    remote: RemoteRegion,
+    settings: TransferSettings,
     *,
-    peer: str,
-    settings: TransferSettings | None = None,
-    scope: Scope | None = None,
     length: int = TEST_BYTES,
     seconds: float = _READ_SECONDS,
 ) -> PathStatus:
-    """Reads up to 32 MiB from the start of the peer's region into memory of its own, three times, and takes the best.
+    """Reads up to 32 MiB from the start of the peer's region into memory of its own, see `best_seconds`.
 
-    Below the floor it goes on for up to 20 reads: the processor may be busy, the path is not. Each of the reads may
-    take `seconds`, 5 at most, and all beyond the third no longer than that together. The status is logged and exported
-    whatever it says: the caller
-    decides by `check`. Raises what `open` and `read` raise.
+    A read may take `seconds`, 5 at most. The status is logged and exported whatever it says: the caller decides by
+    `check`. Raises what `read` raises.
     """
-    settings = settings or TransferSettings()
-    same_host = _owner(handle).on_this_host()
+    peer, same_host = remote.owner.label, remote.owner.on_this_host()
     kind = "ucx-rdma" if backend.name == "ucx" and not same_host and ucx_transports(settings).rdma else backend.name
-    remote = backend.open(handle, scope)
+    count, floor = min(length, remote.length), floor_of(kind, settings)
+    scratch = backend.allocate(count)
     try:
-        count = min(length, remote.length)
-        scratch = backend.allocate(count)
-        try:
-            limit, floor = min(seconds, _READ_SECONDS), floor_of(kind, settings)
-            times = [timed_read(backend, remote, scratch, count, limit) for _ in range(_ROUNDS)]
-            while count / min(times) < floor and len(times) < _MOST_ROUNDS and sum(times[_ROUNDS:]) < limit:
-                times.append(timed_read(backend, remote, scratch, count, limit))
-            rate = count / min(times)
-        finally:
-            discard(backend, scratch)
+        rate = count / best_seconds(backend, remote, scratch, count, floor, min(seconds, _READ_SECONDS))
     finally:
-        backend.release(remote)
+        discard(backend, scratch)
     status = PathStatus(peer, backend.name, kind, same_host, count, rate, floor)
     PATH.labels(peer, backend.name).set(rate)
     PATH_OK.labels(peer, backend.name).set(status.ok)
@@ -121,22 +103,18 @@ class PathBook:
         self.changed: Callable[[], None] = lambda: None
         """Called after each test, by the thread that made it."""
 
-    def check(
-        self,
-        backend: TransferBackend,
-        handle: bytes,
-        *,
-        peer: str,
-        scope: Scope | None = None,
-        seconds: float = _READ_SECONDS,
-    ) -> PathStatus:
-        """Tests the path to `peer` unless it is known to be good. Raises `PathTooSlow`; it is tested again then."""
+    def check(self, backend: TransferBackend, remote: RemoteRegion, *, seconds: float = _READ_SECONDS) -> PathStatus:
+        """Tests the path to a region's owner unless it is known to be good.
+
+        Raises `PathTooSlow`; it is tested again then.
+        """
+        key = remote.owner.label, backend.name
         with self._lock:
-            known = self._known.get((peer, backend.name))
+            known = self._known.get(key)
         if known is None or not known.ok:
-            known = measure_pair(backend, handle, peer=peer, settings=self._settings, scope=scope, seconds=seconds)
+            known = measure_pair(backend, remote, self._settings, seconds=seconds)
             with self._lock:
-                self._known[peer, backend.name] = known
+                self._known[key] = known
                 oldest = next(iter(self._known))[0]
                 crowded = len(self._known) > _PEERS
             if crowded:
@@ -159,14 +137,3 @@ class PathBook:
         """Every known path, ordered by peer."""
         with self._lock:
             return tuple(self._known[key] for key in sorted(self._known))
-
-
-def peer_of(handle: bytes) -> str:
-    """A name for the process behind a handle; no two processes have the same. Raises `WrongHandle`."""
-    owner = _owner(handle)
-    mark = hashlib.sha256(json.dumps(owner.to_json(), sort_keys=True).encode()).hexdigest()[:8]
-    return f"pid {owner.pid} ({mark})"
-
-
-def _owner(handle: bytes) -> ProcessIdentity:
-    return ProcessIdentity.from_json(handles.unseal(handle, handles.backend_of(handle), owner=dict)["owner"])

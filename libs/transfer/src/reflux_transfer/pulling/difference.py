@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass
 
 import numpy as np
 import xxhash
@@ -23,22 +24,29 @@ _NAP_SECONDS = 0.001
 _READ_BYTES = 4 << 20
 
 
+@dataclass(frozen=True)
+class Base:
+    """Weights of this process that a delta may stand on: tensors of `layout` in `view`. `fingerprint` 0 is unknown."""
+
+    layout: Layout
+    view: memoryview
+    fingerprint: int
+
+
 def follow_delta(
     backend: TransferBackend,
     remote: RemoteSource,
     local: LocalRegion,
-    layout: Layout,
+    base: Base,
     *,
-    base: memoryview,
-    base_fingerprint: int,
     deadline_seconds: float,
     cancelled: Callable[[], bool] = lambda: False,
 ) -> PullReport:
-    """Waits until the generation is sealed, pulls its delta and applies it to `base` (tensors of the same layout).
+    """Waits until the generation is sealed, pulls its delta and applies it to `base`, which has the local layout.
 
-    `base` may be the local region's own memory. A generation without a delta, because it would have been too dense, is
-    pulled in full. Raises `BaseMismatch` before it writes anything: pull in full then. `DeltaDamaged` and what `follow`
-    raises leave unknown bytes in the local region. `bytes` of the report are those of the delta.
+    The base may lie in the local region's own memory. A generation without a delta, because it would have been too
+    dense, is pulled in full. Raises `BaseMismatch` before it writes anything: pull in full then. `DeltaDamaged` and
+    what `follow` raises leave unknown bytes in the local region. `bytes` of the report are those of the delta.
     """
     start = time.monotonic()
     with ExitStack() as opened:
@@ -53,19 +61,20 @@ def follow_delta(
         _await_sealed(reader, check)
         header = reader.header
         if header.delta_bytes:
-            if header.delta_base != base_fingerprint:
+            if header.delta_base != base.fingerprint:
                 raise BaseMismatch(
-                    f"the delta is against {header.delta_base:016x}, the weights here are {base_fingerprint:016x}"
+                    f"the delta is against {header.delta_base:016x}, the weights here are {base.fingerprint:016x}"
                 )
             reader.reaching = "the end of the delta"
             encoded = _read(backend, reader, check)
-            decode(encoded, base, local.view[: len(base)], base_fingerprint=base_fingerprint, each_frame=check)
-            checksums = _verified(reader, local, layout, check)
+            target = local.view[: len(base.view)]
+            decode(encoded, base.view, target, base_fingerprint=base.fingerprint, each_frame=check)
+            checksums = _verified(reader, local, base.layout, check)
             reader.refresh()  # the generation was the same until the end
             seconds, version = time.monotonic() - start, version_of([header])
             return PullReport(header.delta_bytes, len(checksums), seconds, version, header.slice_bytes, checksums)
     left = deadline_seconds - (time.monotonic() - start)
-    return follow(backend, [remote], local, whole(layout), deadline_seconds=left, cancelled=cancelled)
+    return follow(backend, [remote], local, whole(base.layout), deadline_seconds=left, cancelled=cancelled)
 
 
 def _await_sealed(reader: ArenaReader, check: Callable[[], None]) -> None:

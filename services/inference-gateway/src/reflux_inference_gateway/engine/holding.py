@@ -17,7 +17,7 @@ from reflux_transfer.arenas.replica import ReplicaArenas
 from reflux_transfer.errors import BackendUnavailable
 from reflux_transfer.layout import Layout
 from reflux_transfer.modes import Budget, ModeChoice, NotEnoughMemory, choose_mode
-from reflux_transfer.registry import open_backend
+from reflux_transfer.probe.choice import Choice
 
 log = logging.getLogger(__name__)
 
@@ -61,16 +61,18 @@ def views(layout: Layout, buffer: memoryview) -> Parameters:
 
 
 @contextmanager
-def holding(settings: EngineSettings, config: ModelConfig, layout: Layout, options: CoreOptions) -> Iterator[Holding]:
+def holding(
+    settings: EngineSettings, choice: Choice, config: ModelConfig, layout: Layout, options: CoreOptions
+) -> Iterator[Holding]:
     """Allocates the arenas. Raises `StartupError` where the transport does not work or the set budget is too small."""
     mode = _mode(settings, config, layout, options)
     log.info("weights are updated by %s: %s", mode.mode, mode.sentence)
-    with _opened(settings, layout, mode) as held:
+    with _opened(settings, choice, layout, mode) as held:
         yield held
 
 
 @contextmanager
-def holding_adapters(settings: EngineSettings, model: Layout) -> Iterator[dict[str, Holding]]:
+def holding_adapters(settings: EngineSettings, choice: Choice, model: Layout) -> Iterator[dict[str, Holding]]:
     """Arenas of the adapters that the settings name; they are small, so each has two buffers.
 
     Raises `StartupError` for a tensor that the model lacks.
@@ -83,14 +85,14 @@ def holding_adapters(settings: EngineSettings, model: Layout) -> Iterator[dict[s
                 raise StartupError(f"REFLUX_ENGINE_ADAPTERS: {name} needs tensors of the model; unknown are {unknown}")
             shapes = {slot.name: (slot.shape, slot.dtype) for slot in model.slots if slot.name in tensors}
             mode = ModeChoice("swap", "an adapter")
-            held[name] = stack.enter_context(_opened(settings, Layout.from_shapes(shapes), mode))
+            held[name] = stack.enter_context(_opened(settings, choice, Layout.from_shapes(shapes), mode))
         yield held
 
 
 @contextmanager
-def _opened(settings: EngineSettings, layout: Layout, mode: ModeChoice) -> Iterator[Holding]:
+def _opened(settings: EngineSettings, choice: Choice, layout: Layout, mode: ModeChoice) -> Iterator[Holding]:
     try:
-        backend = open_backend(settings.transport)
+        backend = choice.open(settings.transport)
     except BackendUnavailable as error:
         raise StartupError(f"REFLUX_TRANSPORT={settings.transport}: {error}") from None
     with closing(backend), closing(ReplicaArenas(layout, buffers=mode.buffers, backend=backend)) as arenas:

@@ -1,15 +1,15 @@
 """Entry point of `reflux-engine`: model folder in, one replica out."""
 
+import asyncio
 import gc
 import sys
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 
 import torch
 
 from reflux.inference_gateway.v1.engine_service_pb2_grpc import add_EngineServiceServicer_to_server
-from reflux.weight_broker.v1.weight_broker_service_pb2 import TransferPath
 from reflux_inference_gateway.engine import metrics
 from reflux_inference_gateway.engine.core import EngineCore, Event
 from reflux_inference_gateway.engine.holding import Holding, holding, holding_adapters, layout_of
@@ -24,7 +24,7 @@ from reflux_inference_gateway.engine.settings import EngineSettings
 from reflux_inference_gateway.engine.types import ModelLimits
 from reflux_inference_gateway.engine.weights import Followed, Follower, following
 from reflux_kit.server import Bound, Mount, Service, serve
-from reflux_transfer.client.reporting import self_tested
+from reflux_transfer.probe.choice import Choice, probe
 
 _GIL_SWITCH_SECONDS = 0.0005
 
@@ -33,19 +33,20 @@ _GIL_SWITCH_SECONDS = 0.0005
 async def build(settings: EngineSettings) -> AsyncIterator[Service]:
     """Owns the model, the engine's thread, and the links to gateway and broker."""
     torch.set_num_threads(settings.threads)
-    tested: Sequence[TransferPath] = ()
+    choice = None
     if settings.weights == "broker":
-        tested = await self_tested(settings.transport)
+        choice = await asyncio.to_thread(probe, settings.transfer, settings.transport)
     model = load_model(settings)
     options = core_options(settings, model.config)
     model_id = settings.model_id or settings.run or model.folder.resolve().name
     async with AsyncExitStack() as stack:
         held, adapters = None, {}
-        if settings.weights == "broker":
-            held = stack.enter_context(holding(settings, model.config, layout_of(model.weights.params), options))
+        if choice:
+            layout = layout_of(model.weights.params)
+            held = stack.enter_context(holding(settings, choice, model.config, layout, options))
             model = replace(model, weights=held.adopt(model.weights.params))
-            adapters = stack.enter_context(holding_adapters(settings, held.layout))
-        yield await stack.enter_async_context(_running(settings, model, options, model_id, held, adapters, tested))
+            adapters = stack.enter_context(holding_adapters(settings, choice, held.layout))
+        yield await stack.enter_async_context(_running(settings, model, options, model_id, held, adapters, choice))
 
 
 @asynccontextmanager
@@ -56,7 +57,7 @@ async def _running(
     model_id: str,
     held: Holding | None,
     adapters: dict[str, Holding],
-    tested: Sequence[TransferPath],
+    choice: Choice | None,
 ) -> AsyncIterator[Service]:
     def new_core(deliver: Callable[[str, Event], None]) -> EngineCore:
         return EngineCore(
@@ -75,7 +76,7 @@ async def _running(
     limits = ModelLimits(vocab_size=model.config.vocab_size, max_model_len=options.max_model_len)
     describe = Description(settings, model_id, options, engine)
     link = GatewayLink(settings, describe)
-    followed = Followed(Follower(engine, held, describe, link.announce), adapters, tested) if held else None
+    followed = Followed(Follower(engine, held, describe, link.announce), adapters, choice) if held else None
     metrics.observe(engine)
     door = EngineDoor(engine, model.tokenizer, limits, model_id, settings.stack_secret, settings.max_body_bytes)
     mount = Mount(EngineServicer(engine, limits, describe), add_EngineServiceServicer_to_server, SERVICE_NAME)

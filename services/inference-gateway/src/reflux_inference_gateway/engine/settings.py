@@ -8,7 +8,7 @@ from pydantic import Field
 from reflux_inference_gateway.engine.kinds import KvPolicy
 from reflux_kit.settings import ServiceSettings, prefix
 from reflux_transfer.modes import WantedMode
-from reflux_transfer.settings import BackendName
+from reflux_transfer.settings import TransferEnvironment, TransferSettings, Transport
 
 
 class EngineSettings(ServiceSettings):
@@ -42,8 +42,12 @@ class EngineSettings(ServiceSettings):
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Arithmetic; exactness checks need float32."""
 
-    transport: Annotated[BackendName, Field(validation_alias="REFLUX_TRANSPORT")] = "shm"
-    """Transport of the memory that the replica offers to others; it reads by that of its source."""
+    transport: Annotated[Transport, Field(validation_alias="REFLUX_TRANSPORT")] = "auto"
+    """Transport of the memory that the replica offers to others, `auto` takes what the start-up probe chooses; it reads
+    by that of its source."""
+
+    transfer: TransferSettings = Field(default_factory=TransferEnvironment)
+    """How the transports are set up (REFLUX_TRANSFER_...)."""
 
     weight_mode: WantedMode = "auto"
     """`swap` keeps a second copy and pauses for an exchange of pointers, `in_place` pulls over the only copy and pauses

@@ -10,7 +10,6 @@ from typing import Any
 
 from grpc.aio import Channel
 
-from reflux.weight_broker.v1.weight_broker_service_pb2 import TransferPath
 from reflux_inference_gateway.engine.holding import Holding
 from reflux_inference_gateway.engine.loop import EngineLoop
 from reflux_inference_gateway.engine.replica import Description
@@ -20,12 +19,15 @@ from reflux_kit.scope import ADAPTERS
 from reflux_transfer.client.in_place import InPlaceReceiver
 from reflux_transfer.client.layouts import single_rank
 from reflux_transfer.client.offer import Update
+from reflux_transfer.client.puller import Puller
 from reflux_transfer.client.receiver import Apply
 from reflux_transfer.client.reporting import reporting
 from reflux_transfer.client.subscriber import BrokerSubscriber
 from reflux_transfer.client.swap import SwapReceiver
 from reflux_transfer.client.wire import RETRY, scope_of
+from reflux_transfer.probe.choice import Choice
 from reflux_transfer.probe.paths import PathBook
+from reflux_transfer.registry import open_backend
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +70,7 @@ class Followed:
 
     model: Follower
     adapters: Mapping[str, Holding] = field(default_factory=dict)
-    tested: Sequence[TransferPath] = ()
+    choice: Choice | None = None
 
 
 @asynccontextmanager
@@ -84,12 +86,12 @@ async def following(
 
     `fatal` is called when the broker refuses the replica (another layout): it would serve old weights for ever.
     """
-    model, paths = followed.model, PathBook()
+    model, paths = followed.model, PathBook(settings.transfer)
     async with (
         open_channel(settings.broker_address, settings, retry=RETRY, subject="engine") as channel,
-        reporting(channel, replica, followed.tested, paths),
+        reporting(channel, replica, followed.choice, paths),
     ):
-        subscribe = partial(_subscriber, channel, replica, settings.stack_secret, paths)
+        subscribe = partial(_subscriber, channel, replica, settings, paths)
         subscribers = [
             subscribe(model_id, model.holding, model.apply, probe=model.score, judged=model.judged),
             *(
@@ -116,7 +118,7 @@ async def following(
 def _subscriber(
     channel: Channel,
     replica: str,
-    secret: str,
+    settings: EngineSettings,
     paths: PathBook,
     model_id: str,
     holding: Holding,
@@ -124,7 +126,9 @@ def _subscriber(
     **hooks: Any,
 ) -> BrokerSubscriber:
     kind = SwapReceiver if holding.mode.mode == "swap" else InPlaceReceiver
-    receiver = kind(holding.arenas, scope=scope_of(model_id, secret), paths=paths)
+    scope = scope_of(model_id, settings.stack_secret)
+    puller = Puller(scope, partial(open_backend, settings=settings.transfer), paths)
+    receiver = kind(holding.arenas, scope=scope, puller=puller)
     layout = single_rank(holding.layout)
     return BrokerSubscriber(
         channel, replica=replica, model_id=model_id, layout=layout, receiver=receiver, apply=apply, **hooks

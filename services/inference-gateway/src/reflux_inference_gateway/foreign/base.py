@@ -37,7 +37,7 @@ class WeightSink(ABC):
 
     @abstractmethod
     async def receive(self, offer: Offer, cancelled: Callable[[], bool]) -> PullReport:
-        """Brings an offer's bytes, verified, into memory next to the engine.
+        """Brings an offer's bytes, verified, into memory next to the engine; only those of the run are read.
 
         Raises `ReadCancelled` soon after `cancelled()` turns true, else `EngineFailed` or a `TransferError`.
         """

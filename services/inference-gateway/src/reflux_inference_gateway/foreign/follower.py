@@ -15,7 +15,6 @@ from reflux_transfer.client.receiver import Apply, Receiver
 from reflux_transfer.client.reporting import reporting
 from reflux_transfer.client.subscriber import BrokerSubscriber
 from reflux_transfer.client.wire import RETRY
-from reflux_transfer.handles import ANYWHERE, Scope
 from reflux_transfer.modes import Mode
 from reflux_transfer.probe.paths import PathBook
 from reflux_weightplan.spec import SpecLayout
@@ -31,9 +30,8 @@ class Follower(Receiver):
 
     mode: ClassVar[Mode] = "swap"
 
-    def __init__(self, sink: WeightSink, scope: Scope = ANYWHERE) -> None:
-        """What is handed to the sink, which may be another process, has to lie in `scope`."""
-        self._sink, self._scope = sink, scope
+    def __init__(self, sink: WeightSink) -> None:
+        self._sink = sink
         self._committing = asyncio.Lock()
         self.announce: Callable[[], None] = lambda: None
         """Called after each commit, so that requests that wait for the version are routed at once."""
@@ -43,8 +41,6 @@ class Follower(Receiver):
         """What the engine serves; 0 before the first commit."""
 
     async def prepare(self, offer: Offer, cancelled: Callable[[], bool]) -> Prepared:
-        if self._scope.run:
-            offer.check(self._scope)
         report = await self._sink.receive(offer, cancelled)
         took = report.bytes, report.seconds, report.fingerprint
         log.info("received epoch %d: %d bytes in %.3f s, fingerprint %016x", offer.epoch, *took)
@@ -114,7 +110,7 @@ async def following(
     """Follows broker and engine while the block runs; `fatal` when either of them makes going on pointless."""
     async with (
         open_channel(settings.broker_address, settings, retry=RETRY, subject="engine-adapter") as channel,
-        reporting(channel, replica, (), paths),
+        reporting(channel, replica, None, paths),
     ):
         subscriber = BrokerSubscriber(
             channel,

@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -16,22 +17,26 @@ from reflux_inference_gateway.foreign.sglang import SglangDisk
 from reflux_inference_gateway.foreign.vllm import VllmSink
 from reflux_kit.errors import StartupError
 from reflux_kit.server import Bound, Service, serve
+from reflux_transfer.client.puller import Puller
 from reflux_transfer.client.wire import scope_of
+from reflux_transfer.handles import Scope
 from reflux_transfer.probe.paths import PathBook
+from reflux_transfer.registry import open_backend
 from reflux_weightplan.spec import SpecLayout
 
 
-def new_sink(settings: AdapterSettings, model: Path, http: EngineHttp, paths: PathBook) -> WeightSink:
+def new_sink(settings: AdapterSettings, model: Path, http: EngineHttp, scope: Scope, paths: PathBook) -> WeightSink:
     """The way to the engine that the settings name; vLLM's workers test paths of their own."""
     if settings.engine == "vllm":
-        return VllmSink(http)
+        return VllmSink(http, scope)
+    puller = Puller(scope, partial(open_backend, settings=settings.transfer), paths)
     if settings.engine == "sglang":
-        return SglangDisk(http, model, settings.scratch, paths)
+        return SglangDisk(http, model, settings.scratch, puller)
     # Only this way needs torch: an adapter of the others runs without it.
     from reflux_inference_gateway.foreign.sglang_distributed import SglangDistributed
 
     host = settings.advertise_host or urlsplit(settings.engine_url).hostname or "127.0.0.1"
-    return SglangDistributed(http, host, settings.engine_ranks, paths)
+    return SglangDistributed(http, host, settings.engine_ranks, puller)
 
 
 @asynccontextmanager
@@ -44,8 +49,8 @@ async def build(settings: AdapterSettings) -> AsyncIterator[Service]:
     fatal = Fatal()
     async with AsyncExitStack() as stack:
         http = await stack.enter_async_context(engine_http(settings.engine_url, settings.api_key))
-        paths = PathBook()
-        sink = new_sink(settings, settings.model, http, paths)
+        paths = PathBook(settings.transfer)
+        sink = new_sink(settings, settings.model, http, scope_of(model_id, settings.stack_secret), paths)
         await http.until_up(sink.up_route, settings.start_seconds)
         stack.push_async_callback(sink.close)
         await sink.open(layout)
@@ -62,7 +67,7 @@ async def build(settings: AdapterSettings) -> AsyncIterator[Service]:
 async def _attended(
     settings: AdapterSettings, model_id: str, layout: SpecLayout, sink: WeightSink, paths: PathBook, fatal: Fatal
 ) -> AsyncIterator[None]:
-    follower = Follower(sink, scope_of(model_id, settings.stack_secret))
+    follower = Follower(sink)
     describe = Description(settings, model_id, follower)
     link = GatewayLink(settings, describe)
     follower.announce = link.announce

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from reflux_kit.settings import ServiceSettings, prefix
+from reflux_transfer.settings import TransferEnvironment, TransferSettings
 
 
 class AdapterSettings(ServiceSettings):
@@ -52,6 +53,9 @@ class AdapterSettings(ServiceSettings):
 
     start_seconds: float = Field(default=600.0, ge=0)
     """How long the engine may take to come up."""
+
+    transfer: TransferSettings = Field(default_factory=TransferEnvironment)
+    """How the transports are set up (REFLUX_TRANSFER_...); vLLM's workers read their own environment."""
 
     watch_seconds: float = Field(default=2.0, gt=0)
     """How often the engine is asked which version it serves."""

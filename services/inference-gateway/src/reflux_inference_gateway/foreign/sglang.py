@@ -15,8 +15,8 @@ from reflux_inference_gateway.foreign.base import EngineFailed, EngineUnfit, Wei
 from reflux_inference_gateway.foreign.http_client import LOAD_SECONDS, EngineHttp
 from reflux_inference_gateway.foreign.weight_file import WeightFile
 from reflux_transfer.client.offer import Offer
+from reflux_transfer.client.puller import Puller
 from reflux_transfer.intake import Intake
-from reflux_transfer.probe.paths import PathBook
 from reflux_transfer.pulling.report import PullReport
 from reflux_weightplan.spec import SpecLayout
 
@@ -26,8 +26,9 @@ class SglangSink(WeightSink):
 
     up_route = "/model_info"  # /health generates a token, which a paused engine never does
 
-    def __init__(self, http: EngineHttp, paths: PathBook | None = None) -> None:
-        self._http, self._paths = http, paths
+    def __init__(self, http: EngineHttp, puller: Puller | None = None) -> None:
+        """`puller` as for `Intake`."""
+        self._http, self._puller = http, puller
         self._intake: Intake | None = None
 
     async def open(self, layout: SpecLayout) -> None:
@@ -35,7 +36,7 @@ class SglangSink(WeightSink):
             await self._http.get("/model_info")
         except EngineFailed as error:
             raise EngineUnfit(f"this is no SGLang server: {error}") from error
-        self._intake = Intake(layout, self._paths)
+        self._intake = Intake(layout, self._puller)
         await self._open(self._intake)
 
     async def receive(self, offer: Offer, cancelled: Callable[[], bool]) -> PullReport:
@@ -78,8 +79,8 @@ class SglangSink(WeightSink):
 class SglangDisk(SglangSink):
     """`/update_weights_from_disk`, where the disk is a tmpfs: a copy in memory, made before the pause."""
 
-    def __init__(self, http: EngineHttp, model: Path, scratch: Path, paths: PathBook | None = None) -> None:
-        super().__init__(http, paths)
+    def __init__(self, http: EngineHttp, model: Path, scratch: Path, puller: Puller | None = None) -> None:
+        super().__init__(http, puller)
         self._model, self._scratch = model, scratch
         self._file: WeightFile | None = None
 

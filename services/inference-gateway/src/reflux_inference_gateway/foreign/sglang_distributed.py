@@ -15,8 +15,8 @@ from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, TCPStore
 from reflux_inference_gateway.foreign.base import EngineFailed, EngineUnfit
 from reflux_inference_gateway.foreign.http_client import LOAD_SECONDS, EngineHttp
 from reflux_inference_gateway.foreign.sglang import SglangSink
+from reflux_transfer.client.puller import Puller
 from reflux_transfer.intake import Intake
-from reflux_transfer.probe.paths import PathBook
 
 log = logging.getLogger(__name__)
 
@@ -26,9 +26,9 @@ _JOIN_SECONDS = 60.0
 class SglangDistributed(SglangSink):
     """One broadcast per tensor, in layout order; `ranks` is the number of SGLang's tensor-parallel workers."""
 
-    def __init__(self, http: EngineHttp, host: str, ranks: int, paths: PathBook | None = None) -> None:
+    def __init__(self, http: EngineHttp, host: str, ranks: int, puller: Puller | None = None) -> None:
         """`host` is this machine as the engine reaches it."""
-        super().__init__(http, paths)
+        super().__init__(http, puller)
         self._host, self._ranks = host, ranks
         self._name = f"reflux-{uuid.uuid4().hex[:8]}"  # torch takes a name once, and an adapter before may have died
         self._group: ProcessGroupGloo | None = None

@@ -13,6 +13,7 @@ from reflux_inference_gateway.foreign.base import EngineFailed, EngineUnfit, Wei
 from reflux_inference_gateway.foreign.http_client import LOAD_SECONDS, EngineHttp, NoSuchRoute
 from reflux_transfer.client.offer import Offer
 from reflux_transfer.errors import ReadCancelled
+from reflux_transfer.handles import ANYWHERE, Scope
 from reflux_transfer.offers import offer_to_json
 from reflux_transfer.pulling.report import PullReport
 from reflux_weightplan.spec import SpecLayout
@@ -28,8 +29,9 @@ class VllmSink(WeightSink):
 
     up_route = "/health"
 
-    def __init__(self, http: EngineHttp) -> None:
-        self._http = http
+    def __init__(self, http: EngineHttp, scope: Scope = ANYWHERE) -> None:
+        """Handles that the workers get, which have no key of the run, have to lie in `scope`."""
+        self._http, self._scope = http, scope
 
     async def open(self, layout: SpecLayout) -> None:
         body = {"init_info": {"layout": canonical(layout).decode()}}
@@ -47,6 +49,8 @@ class VllmSink(WeightSink):
             ) from error
 
     async def receive(self, offer: Offer, cancelled: Callable[[], bool]) -> PullReport:
+        if self._scope.run:
+            offer.check(self._scope)
         statuses = await self._workers("reflux_prepare", offer_to_json(offer))
         pause = _FIRST_POLL_SECONDS
         while any(status["state"] == "pulling" for status in statuses):

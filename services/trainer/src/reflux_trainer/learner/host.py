@@ -30,7 +30,9 @@ from reflux_trainer.learner.journal import Figures, Journal, Kind
 from reflux_trainer.learner.ops import CompletionData, GroupData
 from reflux_trainer.learner.publish import Outlet, PublishOrder, WeightPublisher
 from reflux_trainer.learner.state import StateCapture, restore
+from reflux_transfer.backends.base import TransferBackend
 from reflux_transfer.client.publisher import Published
+from reflux_transfer.registry import open_backend
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -65,9 +67,15 @@ class Saved:
 class LearnerHost:
     """Owns the torch thread and at most one model."""
 
-    def __init__(self, broker: Channel, threads: int = 1, secret: str = "") -> None:
-        """The stack's `secret` signs what is published."""
-        self._broker, self._secret = broker, secret
+    def __init__(
+        self,
+        broker: Channel,
+        threads: int = 1,
+        secret: str = "",
+        opened: Callable[[str], TransferBackend] = open_backend,
+    ) -> None:
+        """The stack's `secret` signs what is published; `opened` makes the backend of a transport."""
+        self._broker, self._secret, self._opened = broker, secret, opened
         self._torch = ThreadPoolExecutor(1, "torch", initializer=torch.set_num_threads, initargs=(threads,))
         self._order = asyncio.Lock()
         self._publishing = asyncio.Lock()
@@ -138,12 +146,12 @@ class LearnerHost:
             return await self._install(model_id, restored.learner, restored.journal, outlet, restored.epoch)
 
     async def _install(self, model_id: str, learner: Learner, journal: Journal, outlet: Outlet, epoch: int) -> Session:
-        outlet = replace(outlet, secret=self._secret)
+        outlet = replace(outlet, secret=self._secret, opened=self._opened)
         publisher = await asyncio.to_thread(WeightPublisher, self._broker, model_id, learner.params, outlet)
         if journal.last:
             publisher.restored(epoch)
         await self._forget()
-        adapters = AdapterPublishers(self._broker, model_id, outlet)
+        adapters = AdapterPublishers(self._broker, model_id, replace(outlet, delta=False))
         self.session = Session(model_id, learner, journal, publisher, adapters)
         log.info("model %s is at operation %d, version %d", model_id, journal.last, learner.version)
         return self.session

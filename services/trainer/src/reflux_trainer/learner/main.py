@@ -1,5 +1,6 @@
 """Entry point of `reflux-learner`: one model behind LearnerService, announced to the trainer."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
@@ -12,8 +13,9 @@ from reflux_trainer.learner.host import LearnerHost
 from reflux_trainer.learner.registration import announced
 from reflux_trainer.learner.servicer import SERVICE_NAME, LearnerServicer
 from reflux_trainer.learner.settings import LearnerSettings
-from reflux_transfer.client.reporting import reporting, self_tested
+from reflux_transfer.client.reporting import reporting
 from reflux_transfer.client.wire import RETRY
+from reflux_transfer.probe.choice import probe
 
 
 @asynccontextmanager
@@ -21,12 +23,12 @@ async def build(settings: LearnerSettings) -> AsyncIterator[Service]:
     """Owns the torch thread, the channel to the broker and the entry at the trainer."""
     if not settings.run:
         raise StartupError("REFLUX_RUN must name the run that the learner serves")
-    tested = await self_tested(settings.transport)
+    choice = await asyncio.to_thread(probe, settings.transfer, settings.transport)
     async with (
         open_channel(settings.broker_address, settings, retry=RETRY, subject="learner") as broker,
-        reporting(broker, f"learners/{settings.run}", tested),
+        reporting(broker, f"learners/{settings.run}", choice),
     ):
-        host = LearnerHost(broker, settings.threads, settings.stack_secret)
+        host = LearnerHost(broker, settings.threads, settings.stack_secret, choice.open)
         servicer = LearnerServicer(host, S3Options(endpoint=settings.s3_endpoint or None))
 
         def attend(bound: Bound) -> AbstractAsyncContextManager[object]:

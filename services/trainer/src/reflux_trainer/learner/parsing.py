@@ -41,13 +41,16 @@ def parse_folder(path: str) -> Path:
     return Path(path)
 
 
-def parse_outlet(transport: str, weight_dtype: str) -> Outlet:
+def parse_outlet(request: pb.CreateModelRequest | pb.LoadStateRequest) -> Outlet:
     """How weights are published: over a known transport, in a known type (float32 when nobody said)."""
-    if transport not in BACKENDS:
-        raise InvalidRequest(f"transport {transport!r} is not one of {', '.join(BACKENDS)}")
-    if weight_dtype not in ("", *WEIGHT_DTYPES):
-        raise InvalidRequest(f"weight_dtype {weight_dtype!r} is not one of {', '.join(WEIGHT_DTYPES)}")
-    return Outlet(transport, WEIGHT_DTYPES[weight_dtype or "float32"])
+    transport, dtype = request.transport, request.weight_dtype or "float32"
+    if transport not in (known := ("auto", *BACKENDS)):
+        raise InvalidRequest(f"transport {transport!r} is not one of {', '.join(known)}")
+    if dtype not in WEIGHT_DTYPES:
+        raise InvalidRequest(f"weight_dtype {dtype!r} is not one of {', '.join(WEIGHT_DTYPES)}")
+    if request.weight_delta and dtype != "bfloat16":
+        raise InvalidRequest(f"weight_delta needs weight_dtype 'bfloat16': {dtype} weights change everywhere")
+    return Outlet(transport, WEIGHT_DTYPES[dtype], request.weight_delta)
 
 
 def parse_publish(request: pb.PublishWeightsRequest, config: ModelConfig) -> PublishOrder:

@@ -1,7 +1,7 @@
 """Distribution of weights: written by the thread that owns them, handed out by the broker while training goes on."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -10,11 +10,16 @@ from grpc.aio import AioRpcError, Channel
 from reflux_model.parameters import Parameters
 from reflux_trainer.learner.casting import caster
 from reflux_transfer.arenas.publisher import PublisherArenas
+from reflux_transfer.backends.base import TransferBackend
+from reflux_transfer.client.offer import Kind
 from reflux_transfer.client.publisher import BrokerPublisher, Published, Publishing
 from reflux_transfer.layout import Layout
 from reflux_transfer.registry import open_backend
 
 log = logging.getLogger(__name__)
+
+_DELTA_SHARE = 0.25
+"""Room for a difference, in parts of the weights: enough at the density up to which one is made."""
 
 WEIGHT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -25,8 +30,12 @@ class Outlet:
 
     transport: str
     dtype: torch.dtype = torch.float32
+    delta: bool = False
+    """Versions are sent as their difference to the committed one, where that is small."""
     secret: str = field(default="", repr=False)
     """The stack's; empty signs nothing."""
+    opened: Callable[[str], TransferBackend] = field(default=open_backend, repr=False)
+    """Makes the backend of a transport."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,9 +59,11 @@ class WeightPublisher:
         dtype = str(outlet.dtype).removeprefix("torch.")
         shapes = {name: (tuple(tensor.shape), dtype) for name, tensor in params.items()}
         self._cast = caster(outlet.dtype)
-        self._backend = open_backend(outlet.transport)
-        self._arenas = PublisherArenas(self._backend, Layout.from_shapes(shapes))
+        self._backend = outlet.opened(outlet.transport)
+        share = _DELTA_SHARE if outlet.delta else 0.0
+        self._arenas = PublisherArenas(self._backend, Layout.from_shapes(shapes), delta_share=share)
         self._broker = BrokerPublisher(channel, model_id, self._arenas, secret=outlet.secret)
+        self._kind: Kind = "delta" if outlet.delta else "full"
         self.num_bytes = self._arenas.layout.parameter_bytes
         self.epoch = 0
         """Epoch of the last committed version."""
@@ -69,7 +80,7 @@ class WeightPublisher:
         """
         return await self._broker.begin(
             version,
-            kind="adapter" if order.adapter else "full",
+            kind="adapter" if order.adapter else self._kind,
             base_epoch=base_epoch if order.adapter else 0,
             sync_timeout_seconds=order.sync_timeout_seconds,
             min_replicas=order.min_replicas,

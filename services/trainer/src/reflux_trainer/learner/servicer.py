@@ -31,7 +31,7 @@ class LearnerServicer(LearnerServiceServicer):
 
     async def CreateModel(self, request: pb.CreateModelRequest, context: Any) -> pb.CreateModelResponse:
         model_id, folder = parsing.parse_model_id(request.model_id), parsing.parse_folder(request.path)
-        outlet = parsing.parse_outlet(request.transport, request.weight_dtype)
+        outlet = parsing.parse_outlet(request)
         with as_service_errors(), span("learner.create", model=model_id):
             session = await self._host.create(model_id, folder, request.seed, outlet)
         metrics.VERSION.set(0)
@@ -119,7 +119,7 @@ class LearnerServicer(LearnerServiceServicer):
 
     async def LoadState(self, request: pb.LoadStateRequest, context: Any) -> pb.LoadStateResponse:
         model_id, folder = parsing.parse_model_id(request.model_id), parsing.parse_folder(request.path)
-        outlet = parsing.parse_outlet(request.transport, request.weight_dtype)
+        outlet = parsing.parse_outlet(request)
         keys = [stored.key for stored in request.objects if stored.key.endswith("/" + STATE_OBJECT)]
         if len(keys) != 1:
             raise InvalidRequest(f"objects must hold exactly one {STATE_OBJECT}, found {len(keys)}")

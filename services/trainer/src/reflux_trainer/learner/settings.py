@@ -6,7 +6,7 @@ from pydantic import Field
 
 from reflux_kit.settings import ServiceSettings, prefix
 from reflux_runs.preflight import MAX_BATCH_MIB
-from reflux_transfer.settings import WantedBackend
+from reflux_transfer.settings import TransferEnvironment, TransferSettings, Transport
 
 
 class LearnerSettings(ServiceSettings):
@@ -22,8 +22,11 @@ class LearnerSettings(ServiceSettings):
     run: Annotated[str, Field(validation_alias="REFLUX_RUN")] = ""
     """Needed. Run that the learner serves."""
 
-    transport: Annotated[WantedBackend, Field(validation_alias="REFLUX_TRANSPORT")] = "auto"
-    """What the start-up probe has to find working; models name their transport themselves."""
+    transport: Annotated[Transport, Field(validation_alias="REFLUX_TRANSPORT")] = "auto"
+    """What the start-up probe has to find working; models name their transport themselves, `auto` is what it chose."""
+
+    transfer: TransferSettings = Field(default_factory=TransferEnvironment)
+    """How the transports are set up (REFLUX_TRANSFER_...)."""
 
     threads: int = Field(default=1, ge=1)
     """OpenMP threads of the torch thread; more than one is slower on a contended machine."""

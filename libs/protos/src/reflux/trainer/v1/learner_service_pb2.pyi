@@ -30,6 +30,7 @@ class CreateModelRequest(_message.Message):
     SEED_FIELD_NUMBER: _builtins.int
     TRANSPORT_FIELD_NUMBER: _builtins.int
     WEIGHT_DTYPE_FIELD_NUMBER: _builtins.int
+    WEIGHT_DELTA_FIELD_NUMBER: _builtins.int
     model_id: _builtins.str
     """Model id, as gateway and broker know it."""
     path: _builtins.str
@@ -37,9 +38,11 @@ class CreateModelRequest(_message.Message):
     seed: _builtins.int
     """Seed of everything random in the learner."""
     transport: _builtins.str
-    """Weight transport: "ucx" or "shm"."""
+    """Weight transport: "auto", "shm", "ucx", "tcp" or "nixl"."""
     weight_dtype: _builtins.str
     """Type in which weights are published: "float32" or "bfloat16"; empty is float32."""
+    weight_delta: _builtins.bool
+    """Whether versions are published as differences to the committed one, where that is small; bfloat16 only."""
     def __init__(
         self,
         *,
@@ -48,10 +51,11 @@ class CreateModelRequest(_message.Message):
         seed: _builtins.int = ...,
         transport: _builtins.str = ...,
         weight_dtype: _builtins.str = ...,
+        weight_delta: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["model_id", b"model_id", "path", b"path", "seed", b"seed", "transport", b"transport", "weight_dtype", b"weight_dtype"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model_id", b"model_id", "path", b"path", "seed", b"seed", "transport", b"transport", "weight_delta", b"weight_delta", "weight_dtype", b"weight_dtype"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -596,6 +600,7 @@ class LoadStateRequest(_message.Message):
     TRANSPORT_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
     WEIGHT_DTYPE_FIELD_NUMBER: _builtins.int
+    WEIGHT_DELTA_FIELD_NUMBER: _builtins.int
     model_id: _builtins.str
     """Model id."""
     path: _builtins.str
@@ -603,11 +608,13 @@ class LoadStateRequest(_message.Message):
     store_url: _builtins.str
     """URL of the object store."""
     transport: _builtins.str
-    """Weight transport: "ucx" or "shm"."""
+    """Weight transport: "auto", "shm", "ucx", "tcp" or "nixl"."""
     seed: _builtins.int
     """Seed, as in CreateModel."""
     weight_dtype: _builtins.str
     """Type of published weights, as in CreateModel."""
+    weight_delta: _builtins.bool
+    """Whether differences are published, as in CreateModel."""
     @_builtins.property
     def objects(self) -> _containers.RepeatedCompositeFieldContainer[_checkpoint_pb2.StoredObject]:
         """Objects of the checkpoint."""
@@ -622,10 +629,11 @@ class LoadStateRequest(_message.Message):
         transport: _builtins.str = ...,
         seed: _builtins.int = ...,
         weight_dtype: _builtins.str = ...,
+        weight_delta: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["model_id", b"model_id", "objects", b"objects", "path", b"path", "seed", b"seed", "store_url", b"store_url", "transport", b"transport", "weight_dtype", b"weight_dtype"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model_id", b"model_id", "objects", b"objects", "path", b"path", "seed", b"seed", "store_url", b"store_url", "transport", b"transport", "weight_delta", b"weight_delta", "weight_dtype", b"weight_dtype"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

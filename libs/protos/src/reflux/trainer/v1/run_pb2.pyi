@@ -594,12 +594,13 @@ class FleetConfig(_message.Message):
     WEIGHT_DTYPE_FIELD_NUMBER: _builtins.int
     WEIGHT_MODE_FIELD_NUMBER: _builtins.int
     PROBE_EVERY_FIELD_NUMBER: _builtins.int
+    WEIGHT_DELTA_FIELD_NUMBER: _builtins.int
     engines: _builtins.int
     """Inference replicas."""
     rollout_workers: _builtins.int
     """Rollout workers."""
     transport: _builtins.str
-    """Weight transport: "ucx" or "shm"."""
+    """Weight transport: "auto", "shm", "ucx", "tcp" or "nixl"."""
     sync_timeout_seconds: _builtins.float
     """Seconds that one weight sync may take."""
     weight_dtype: _builtins.str
@@ -608,6 +609,8 @@ class FleetConfig(_message.Message):
     """How replicas take new weights: "swap", "in_place" or "auto"."""
     probe_every: _builtins.int
     """Versions between two comparisons of a probe prompt's log-probs; 0 compares none."""
+    weight_delta: _builtins.bool
+    """Whether a version is sent as its difference to the one before, where that is small."""
     def __init__(
         self,
         *,
@@ -618,10 +621,11 @@ class FleetConfig(_message.Message):
         weight_dtype: _builtins.str | None = ...,
         weight_mode: _builtins.str | None = ...,
         probe_every: _builtins.int | None = ...,
+        weight_delta: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_engines", b"_engines", "_probe_every", b"_probe_every", "_rollout_workers", b"_rollout_workers", "_sync_timeout_seconds", b"_sync_timeout_seconds", "_transport", b"_transport", "_weight_dtype", b"_weight_dtype", "_weight_mode", b"_weight_mode", "engines", b"engines", "probe_every", b"probe_every", "rollout_workers", b"rollout_workers", "sync_timeout_seconds", b"sync_timeout_seconds", "transport", b"transport", "weight_dtype", b"weight_dtype", "weight_mode", b"weight_mode"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_engines", b"_engines", "_probe_every", b"_probe_every", "_rollout_workers", b"_rollout_workers", "_sync_timeout_seconds", b"_sync_timeout_seconds", "_transport", b"_transport", "_weight_delta", b"_weight_delta", "_weight_dtype", b"_weight_dtype", "_weight_mode", b"_weight_mode", "engines", b"engines", "probe_every", b"probe_every", "rollout_workers", b"rollout_workers", "sync_timeout_seconds", b"sync_timeout_seconds", "transport", b"transport", "weight_delta", b"weight_delta", "weight_dtype", b"weight_dtype", "weight_mode", b"weight_mode"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_engines", b"_engines", "_probe_every", b"_probe_every", "_rollout_workers", b"_rollout_workers", "_sync_timeout_seconds", b"_sync_timeout_seconds", "_transport", b"_transport", "_weight_dtype", b"_weight_dtype", "_weight_mode", b"_weight_mode", "engines", b"engines", "probe_every", b"probe_every", "rollout_workers", b"rollout_workers", "sync_timeout_seconds", b"sync_timeout_seconds", "transport", b"transport", "weight_dtype", b"weight_dtype", "weight_mode", b"weight_mode"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_engines", b"_engines", "_probe_every", b"_probe_every", "_rollout_workers", b"_rollout_workers", "_sync_timeout_seconds", b"_sync_timeout_seconds", "_transport", b"_transport", "_weight_delta", b"_weight_delta", "_weight_dtype", b"_weight_dtype", "_weight_mode", b"_weight_mode", "engines", b"engines", "probe_every", b"probe_every", "rollout_workers", b"rollout_workers", "sync_timeout_seconds", b"sync_timeout_seconds", "transport", b"transport", "weight_delta", b"weight_delta", "weight_dtype", b"weight_dtype", "weight_mode", b"weight_mode"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__engines: _TypeAlias = _typing.Literal["engines"]  # noqa: Y015
     _WhichOneofArgType__engines: _TypeAlias = _typing.Literal["_engines", b"_engines"]  # noqa: Y015
@@ -633,6 +637,8 @@ class FleetConfig(_message.Message):
     _WhichOneofArgType__sync_timeout_seconds: _TypeAlias = _typing.Literal["_sync_timeout_seconds", b"_sync_timeout_seconds"]  # noqa: Y015
     _WhichOneofReturnType__transport: _TypeAlias = _typing.Literal["transport"]  # noqa: Y015
     _WhichOneofArgType__transport: _TypeAlias = _typing.Literal["_transport", b"_transport"]  # noqa: Y015
+    _WhichOneofReturnType__weight_delta: _TypeAlias = _typing.Literal["weight_delta"]  # noqa: Y015
+    _WhichOneofArgType__weight_delta: _TypeAlias = _typing.Literal["_weight_delta", b"_weight_delta"]  # noqa: Y015
     _WhichOneofReturnType__weight_dtype: _TypeAlias = _typing.Literal["weight_dtype"]  # noqa: Y015
     _WhichOneofArgType__weight_dtype: _TypeAlias = _typing.Literal["_weight_dtype", b"_weight_dtype"]  # noqa: Y015
     _WhichOneofReturnType__weight_mode: _TypeAlias = _typing.Literal["weight_mode"]  # noqa: Y015
@@ -647,6 +653,8 @@ class FleetConfig(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__sync_timeout_seconds) -> _WhichOneofReturnType__sync_timeout_seconds | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__transport) -> _WhichOneofReturnType__transport | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__weight_delta) -> _WhichOneofReturnType__weight_delta | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__weight_dtype) -> _WhichOneofReturnType__weight_dtype | None: ...
     @_typing.overload
