@@ -7,7 +7,7 @@ export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE := 1
 
-.PHONY: setup demo demo-seeds test test-k8s soak test-engines bench-scheduler bench-weights check protos format clean
+.PHONY: setup demo demo-seeds test test-k8s soak test-engines bench-scheduler bench-weights bench-gateway load-gateway check protos format clean
 
 setup:
 	@bash deploy/setup.sh $(VENV)
@@ -44,6 +44,18 @@ bench-scheduler: setup
 # Rivals that are not installed are left out: deploy/bench/peers.sh installs them.
 bench-weights: setup
 	@$(PY) benchmarks/harness.py weights $(QUESTIONS)
+
+# Routers that are not installed are left out: deploy/bench/routers.sh installs them.
+bench-gateway: setup
+	@$(PY) benchmarks/harness.py gateway $(QUESTIONS)
+
+# Open loop against any OpenAI endpoint, see deploy/load/README.md; a token comes from REFLUX_TOKEN.
+URL ?= http://127.0.0.1:8003
+RATE ?= 10
+MIX ?= chat
+DURATION ?= 30
+load-gateway: setup
+	@$(PY) deploy/load/load_gateway.py $(URL) --rate $(RATE) --mix $(MIX) --duration $(DURATION) $(ARGS)
 
 check: setup
 	@bash deploy/check.sh
