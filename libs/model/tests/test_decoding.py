@@ -129,7 +129,8 @@ def test_a_prefill_in_chunks_leaves_what_one_prefill_leaves(rows: list[list[int]
             Segment(slot + 1, start, row[start : start + chunk]) for slot, row in enumerate(rows) if len(row) > start
         ]
         if segments:
-            extend(PARAMS, CONFIG, segments, cache)
+            hidden = extend(PARAMS, CONFIG, segments, cache)
+            assert hidden.shape == (sum(len(segment.tokens) for segment in segments), CONFIG.hidden_size)
     for slot, row in enumerate(rows):
         whole = prefill(PARAMS, CONFIG, torch.tensor([row])).kv
         torch.testing.assert_close(cache.keys[:, slot + 1, :, : len(row)], whole.keys[:, 0], atol=1e-5, rtol=0)

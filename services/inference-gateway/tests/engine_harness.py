@@ -12,11 +12,17 @@ from reflux_model.training import logprobs
 class Harness:
     """An engine core whose events are kept by request."""
 
-    def __init__(self, folder, *, max_rows=16, kv="refresh", decode=None, prefill_tokens=64, sharpen=8.0, **core):
+    def __init__(
+        self, folder, *, max_rows=16, kv="refresh", decode=None, prefill_tokens=64, blocks=64, sharpen=8.0, **core
+    ):
         self.config, params = load_folder(folder)
         self.params = sharpened(params, sharpen)
         options = CoreOptions(
-            max_rows=max_rows, max_model_len=96, prefill_tokens_per_step=prefill_tokens, kv_after_swap=kv
+            max_rows=max_rows,
+            max_model_len=96,
+            prefill_tokens_per_step=prefill_tokens,
+            prefix_blocks=blocks,
+            kv_after_swap=kv,
         )
         self.samples: dict[str, dict[int, FinishedSample]] = {}
         self.deltas: dict[str, list[TokenDelta]] = {}
@@ -44,9 +50,11 @@ def sharpened(params, factor):
     return {name: value * factor if value.dim() > 1 else value for name, value in params.items()}
 
 
-def group(name, prompt, n=1, **sampling):
+def group(name, prompt, n=1, salt="", **sampling):
     fields = {"max_tokens": 12, "seed": 7} | sampling
-    return GroupRequest(request_id=name, prompt_ids=tuple(prompt), num_samples=n, sampling=Sampling(**fields))
+    return GroupRequest(
+        request_id=name, prompt_ids=tuple(prompt), num_samples=n, sampling=Sampling(**fields), cache_salt=salt
+    )
 
 
 def check_spans(engine, one, samples, params_by_version):

@@ -43,7 +43,7 @@ def test_same_seed_gives_the_same_tokens_whatever_else_is_in_the_batch(model_fol
 def test_group_equals_single_requests_with_the_seeds_of_its_samples(model_folder):
     engine = Harness(model_folder)
     fanned = engine.run(group("g", [5, 6, 7], 9, seed=123))[0]
-    assert engine.core.prefilled_prompts == 1
+    assert engine.core.prompts.seated == 1
     for index, sample in enumerate(fanned):
         single = engine.run(group(f"s{index}", [5, 6, 7], 1, seed=sample_seed(123, index)))[0][0]
         assert single.token_ids == sample.token_ids
@@ -53,7 +53,7 @@ def test_group_equals_single_requests_with_the_seeds_of_its_samples(model_folder
 def test_a_group_larger_than_the_batch_is_prefilled_once(model_folder):
     engine = Harness(model_folder, max_rows=4)
     samples = engine.run(group("big", [3, 4, 5], 30), group("other", [9], 2))[0]
-    assert engine.core.prefilled_prompts == 2
+    assert engine.core.prompts.seated == 2
     assert [sample.index for sample in samples] == list(range(30))
 
 
@@ -128,11 +128,7 @@ def test_prompts_of_very_different_lengths_are_not_padded_to_the_longest(model_f
     engine = Harness(model_folder, max_rows=32, prefill_tokens=64)
     groups = [group(f"g{i}", [5 + i % 7] * length, seed=i) for i, length in enumerate(lengths)]
     answers = engine.run(*groups)
-    ranges = list(engine.core._chunks([one.prompt_ids for one in groups]))
-    assert ranges[0] == (0, 1)
-    assert [last for _, last in ranges][:-1] == [first for first, _ in ranges][1:]
-    for first, last in ranges:
-        assert last - first == 1 or (last - first) * max(lengths[first:last]) <= 64
+    assert engine.core.filler.prompt_tokens == sum(lengths) - len(lengths), "the last token is fed by a decode step"
     for one, (sample,) in zip(groups, answers, strict=True):
         expected = logprobs(engine.params, engine.config, [one.prompt_ids], [[sample.token_ids]])[0]
         assert torch.allclose(torch.tensor(sample.logprobs), expected, atol=1e-4)
@@ -146,7 +142,7 @@ def test_swap_while_a_group_waits_for_rows_computes_its_prompt_again(model_folde
     engine.core.step()
     engine.core.swap(Weights(new, 2, 11))
     engine.run()
-    assert engine.core.prefilled_prompts == 2
+    assert engine.core.prompts.seated == 2
     samples = [engine.samples["a"][i] for i in range(6)]
     assert [s.spans[-1].version for s in samples] == [2] * 6
     check_spans(engine, one, samples, {1: engine.params, 2: new})

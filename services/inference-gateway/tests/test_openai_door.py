@@ -109,6 +109,28 @@ async def test_stream_says_the_same_as_the_whole_answer(http, path, extra):
     assert not any(stop in text for stop in stops)
 
 
+async def test_prompt_log_probs_come_with_rank_and_text_for_every_token_after_the_first(http):
+    fields = {"prompt": [[2, 3, 4, 5], [3]], "max_tokens": 2, "n": 2, "seed": 4, "prompt_logprobs": 1}
+    answer = await post(http, COMPLETIONS, **fields)
+    assert [len(choice["prompt_logprobs"]) for choice in answer["choices"]] == [4, 4, 1, 1]
+    first, *scored = answer["choices"][0]["prompt_logprobs"]
+    assert first is None
+    for token, scores in zip((3, 4, 5), scored, strict=True):
+        assert scores[str(token)]["decoded_token"] == "abcd"[token - 2]
+        assert 1 in {one["rank"] for one in scores.values()}
+        assert all(one["logprob"] <= 0 for one in scores.values())
+    chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2, "prompt_logprobs": 0}
+    (choice,) = (await post(http, CHAT, **chat))["choices"]
+    assert len(choice["prompt_logprobs"]) > 2
+
+
+async def test_min_p_of_one_leaves_the_best_token_only(http):
+    fields = {"prompt": "abc", "max_tokens": 9, "return_token_ids": True}
+    narrow = await post(http, COMPLETIONS, **fields, min_p=1.0, seed=5)
+    greedy = await post(http, COMPLETIONS, **fields, temperature=0)
+    assert narrow["choices"][0]["token_ids"] == greedy["choices"][0]["token_ids"]
+
+
 async def test_stop_string_ends_the_text_before_it(http):
     free = await post(http, COMPLETIONS, prompt="abc", max_tokens=60, seed=2, ignore_eos=True)
     text = free["choices"][0]["text"]
@@ -145,6 +167,11 @@ BAD = [
     (COMPLETIONS, {"prompt": "a", "temperature": True}, "temperature"),
     (COMPLETIONS, {"prompt": "a", "top_p": 1.5}, "top_p"),
     (COMPLETIONS, {"prompt": "a", "top_k": 1.5}, "top_k"),
+    (COMPLETIONS, {"prompt": "a", "min_p": 1.5}, "min_p"),
+    (COMPLETIONS, {"prompt": "a", "min_p": "x"}, "min_p"),
+    (COMPLETIONS, {"prompt": "a", "prompt_logprobs": -1}, "prompt_logprobs"),
+    (COMPLETIONS, {"prompt": "a", "prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+    (COMPLETIONS, {"prompt": "a", "cache_salt": 5}, "cache_salt"),
     (COMPLETIONS, {"prompt": "a", "seed": "x"}, "seed"),
     (COMPLETIONS, {"prompt": "a", "stop": [""]}, "stop"),
     (COMPLETIONS, {"prompt": "a", "stop": ["x"] * 17}, "stop"),

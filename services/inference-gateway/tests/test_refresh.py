@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reflux_inference_gateway.engine import core as core_module
-from reflux_inference_gateway.engine import refresher as refresher_module
-from reflux_inference_gateway.engine.refresh import Pace, PauseMeter, Stale, next_pieces
+from reflux_inference_gateway.engine import filler as filler_module
+from reflux_inference_gateway.engine.refresh import Pace, PauseMeter, Unfilled, next_pieces
 from reflux_inference_gateway.engine.served import Weights
 from reflux_model.parameters import initial_parameters
 
@@ -65,7 +65,7 @@ def test_chunks_give_the_log_probs_of_one_big_refresh(model_folder, chunk):
     for tokens in (chunk, 100_000):
         groups = some_groups(8, seed=chunk)
         engine = started(model_folder, groups, max_rows=12)
-        engine.core.refresher.pace = FixedPace(tokens)
+        engine.core.filler.pace = FixedPace(tokens)
         new = new_weights(engine, 2)
         engine.core.swap(new, overwritten=True)  # so that all draw the same tokens under the new weights
         engine.run()
@@ -83,7 +83,7 @@ def test_chunks_give_the_log_probs_of_one_big_refresh(model_folder, chunk):
 def test_a_stale_row_never_decodes_under_new_weights_and_a_fresh_one_always_does(model_folder):
     groups = some_groups(9, seed=1, max_tokens=40)
     engine = started(model_folder, groups, max_rows=16)
-    engine.core.refresher.pace = FixedPace(6)
+    engine.core.filler.pace = FixedPace(6)
     new = new_weights(engine, 2)
     engine.core.swap(new)
     mixed = 0
@@ -104,7 +104,7 @@ def test_a_stale_row_never_decodes_under_new_weights_and_a_fresh_one_always_does
 def test_rows_longer_than_a_chunk_go_on_under_the_old_weights_until_the_first_is_fresh(model_folder):
     groups = [group(f"g{i}", [4 + i] * 30, 1, max_tokens=40, ignore_eos=True, seed=i) for i in range(6)]
     engine = started(model_folder, groups, prefill_tokens=256)
-    engine.core.refresher.pace = FixedPace(8)
+    engine.core.filler.pace = FixedPace(8)
     new, last = new_weights(engine, 2), [generated for _, generated in counts(engine.core).values()]
     engine.core.swap(new)
     steps = 0
@@ -124,7 +124,7 @@ def test_rows_longer_than_a_chunk_go_on_under_the_old_weights_until_the_first_is
 
 def test_overwritten_weights_are_not_decoded_with(model_folder):
     engine = started(model_folder, [group(f"g{i}", [4 + i] * 30, 1, max_tokens=40, ignore_eos=True) for i in range(3)])
-    engine.core.refresher.pace = FixedPace(8)
+    engine.core.filler.pace = FixedPace(8)
     engine.core.swap(new_weights(engine, 2), overwritten=True)
     before = counts(engine.core)
     engine.core.step()
@@ -136,7 +136,7 @@ class SimulatedCosts:
 
     def __init__(self, monkeypatch):
         self.now = 0.0
-        extend, decode = refresher_module.extend, core_module.decode_step
+        extend, decode = filler_module.extend, core_module.decode_step
 
         def slow_extend(params, config, segments, cache):
             self.now += 1e-3 * sum(len(segment.tokens) for segment in segments)
@@ -146,7 +146,7 @@ class SimulatedCosts:
             self.now += 1e-3 * len(tokens_B)
             return decode(params, config, tokens_B, *rest)
 
-        monkeypatch.setattr(refresher_module, "extend", slow_extend)
+        monkeypatch.setattr(filler_module, "extend", slow_extend)
         monkeypatch.setattr(core_module, "decode_step", slow_decode)
 
     def __call__(self):
@@ -186,7 +186,7 @@ def test_the_pause_does_not_grow_with_the_length_of_the_rows(model_folder, monke
 
 def test_swaps_that_come_faster_than_the_refresh_starve_no_row(model_folder):
     engine = started(model_folder, [group(f"g{i}", [4 + i] * 20, 2, max_tokens=30, ignore_eos=True) for i in range(4)])
-    engine.core.refresher.pace = FixedPace(30)
+    engine.core.filler.pace = FixedPace(30)
     for version in range(2, 40):
         engine.core.swap(new_weights(engine, version))
         engine.core.step()
@@ -198,7 +198,7 @@ def test_swaps_that_come_faster_than_the_refresh_starve_no_row(model_folder):
 def test_rows_that_end_or_are_aborted_while_others_are_stale_leave_the_rest_right(model_folder):
     groups = [group(f"g{i}", [3 + i] * (1 + 3 * i), 2, max_tokens=4 + i, ignore_eos=True) for i in range(7)]
     engine = started(model_folder, groups, steps=2)
-    engine.core.refresher.pace = FixedPace(4)
+    engine.core.filler.pace = FixedPace(4)
     new = new_weights(engine, 2)
     engine.core.swap(new)
     engine.core.step()
@@ -221,7 +221,7 @@ rows = st.lists(st.tuples(st.integers(1, 5), st.integers(0, 20), st.integers(1, 
 @settings(max_examples=100, deadline=None)
 @given(rows=rows, tokens=st.integers(1, 60))
 def test_chunks_cover_every_stale_position_once_and_the_oldest_first(rows, tokens):
-    stale = {row: Stale(row, since, done, done + left) for row, (since, done, left) in enumerate(rows)}
+    stale = {row: Unfilled(row, since, done, done + left) for row, (since, done, left) in enumerate(rows)}
     finished = []
     while stale:
         pieces = next_pieces(stale.values(), tokens)
@@ -232,9 +232,9 @@ def test_chunks_cover_every_stale_position_once_and_the_oldest_first(rows, token
             assert piece.start == one.done
             assert piece.last == (piece.end == one.length)
             if piece.last:
-                finished.append(one.since)
+                finished.append(one.turn)
             else:
-                stale[piece.row] = Stale(one.row, one.since, piece.end, one.length)
+                stale[piece.row] = Unfilled(one.row, one.turn, piece.end, one.length)
     assert len(finished) == len(rows)
     assert finished == sorted(finished)
 

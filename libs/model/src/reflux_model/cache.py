@@ -80,13 +80,19 @@ class SlotCache:
         self.keys[:, slots, :, :length] = prefix.keys[:, rows]
         self.values[:, slots, :, :length] = prefix.values[:, rows]
 
-    def move(self, sources: Tensor, targets: Tensor) -> None:
-        """Copies slot `sources[i]` to slot `targets[i]` (int64, disjoint).
+    def move(self, sources: Tensor | list[int], targets: Tensor | list[int], length: int | None = None) -> None:
+        """Copies the first `length` positions (None: all) of slot `sources[i]` to slot `targets[i]`, disjoint sets.
 
         It keeps a batch dense: when row f has finished, the last row moves into its place.
         """
-        self.keys[:, targets] = self.keys[:, sources]
-        self.values[:, targets] = self.values[:, sources]
+        self.keys[:, targets, :, :length] = self.keys[:, sources, :, :length]
+        self.values[:, targets, :, :length] = self.values[:, sources, :, :length]
+
+    def share(self, source: int, targets: list[int], length: int) -> None:
+        """Copies the first `length` positions of one slot to others: sequences that begin with the same tokens."""
+        cut = slice(source, source + 1)
+        self.keys[:, targets, :, :length] = self.keys[:, cut, :, :length]
+        self.values[:, targets, :, :length] = self.values[:, cut, :, :length]
 
     def extract(self, slot: int, length: int) -> PrefixKV:
         """A copy of the first `length` positions of a slot, ready to be handed to another engine."""

@@ -76,8 +76,8 @@ class Segment:
 
 
 @torch.inference_mode()
-def extend(params: Parameters, config: ModelConfig, segments: Sequence[Segment], cache: SlotCache) -> None:
-    """Writes the keys and values of all segments' tokens into the cache.
+def extend(params: Parameters, config: ModelConfig, segments: Sequence[Segment], cache: SlotCache) -> Tensor:
+    """Writes the keys and values of all segments' tokens into the cache; returns their hidden states, hidden_TE.
 
     It is a prefill that can be cut anywhere: the segments of one call are computed side by side without padding, and a
     later call goes on where one ended. Slots are distinct. Raises ValueError when a segment is empty or does not fit.
@@ -103,7 +103,7 @@ def extend(params: Parameters, config: ModelConfig, segments: Sequence[Segment],
         return mixed
 
     rope = rotary_tables(config, torch.cat(spans)[None], dtype)
-    run_layers(params, config, embed(params, tokens_1T), rope, each_its_own)
+    return run_layers(params, config, embed(params, tokens_1T), rope, each_its_own)[0]
 
 
 @torch.inference_mode()

@@ -135,6 +135,8 @@ def parse_sampling(sampling: SamplingParams) -> SamplingParams:
         )
     if not (math.isfinite(sampling.top_p) and 0 <= sampling.top_p <= 1):
         raise InvalidRequest(f"sampling.top_p must be 0 to 1, got {sampling.top_p}", field="sampling.top_p")
+    if not (math.isfinite(sampling.min_p) and 0 <= sampling.min_p <= 1):
+        raise InvalidRequest(f"sampling.min_p must be 0 to 1, got {sampling.min_p}", field="sampling.min_p")
     if len(sampling.stop_token_ids) > 64:
         raise InvalidRequest("sampling.stop_token_ids holds at most 64 ids", field="sampling.stop_token_ids")
     return sampling

@@ -1,18 +1,20 @@
-"""The engine's step: refresh a chunk of stale rows, or admit and prefill; decode one token for every fresh row.
+"""The engine's step: fill a chunk of what rows lack (prompts; all after a swap), decode a token for every other row.
 
 Pure computation of one thread: `loop.py` owns the thread and the hand-over to asyncio.
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 
 import torch
 from torch import Tensor
 
 from reflux_inference_gateway.engine.batcher import Admission, Batcher, Ticket
-from reflux_inference_gateway.engine.refresh import Pace, PauseMeter, SwapFigures, fresh_rows
-from reflux_inference_gateway.engine.refresher import Refresher
+from reflux_inference_gateway.engine.filler import Filler
+from reflux_inference_gateway.engine.prefix_store import PrefixStore
+from reflux_inference_gateway.engine.prompts import Leaders, Prompts
+from reflux_inference_gateway.engine.refresh import PauseMeter, SwapFigures
 from reflux_inference_gateway.engine.rows import Drawn, RowIndex, Rows
 from reflux_inference_gateway.engine.sequences import Sequence, start_sequence
 from reflux_inference_gateway.engine.served import CoreOptions, Scored, Weights
@@ -20,7 +22,7 @@ from reflux_inference_gateway.engine.stops import Decode
 from reflux_inference_gateway.engine.types import FinishedSample, GroupRequest, TokenDelta
 from reflux_model.cache import SlotCache
 from reflux_model.config import ModelConfig
-from reflux_model.inference import Prefilled, decode_step, prefill
+from reflux_model.inference import decode_step
 from reflux_model.training import logprobs
 
 Event = FinishedSample | TokenDelta
@@ -50,8 +52,6 @@ class EngineCore:
         self.options = options
         self.batcher = Batcher(options.max_rows, options.prefill_tokens_per_step)
         self.weights = weights
-        self.prefilled_prompts = 0
-        """Prompts computed so far, once per group and weight version."""
         self.generated_tokens = 0
         self.pause = PauseMeter(settled)
         self._clock = clock
@@ -63,12 +63,14 @@ class EngineCore:
         dtype = weights.params["model.embed_tokens.weight"].dtype
         self._cache = SlotCache(config, options.max_rows, options.max_model_len, dtype=dtype)
         self._rows = Rows(options.max_rows, options.max_model_len)
-        self.refresher = Refresher(config, self._cache, self._rows, Pace(options.prefill_tokens_per_step), clock)
+        self.prompts = Prompts(self._cache, PrefixStore(config, options.prefix_blocks, dtype))
+        self.filler = Filler(
+            config, self._cache, self._rows, self.prompts, chunk_tokens=options.prefill_tokens_per_step, clock=clock
+        )
         self._sequences: list[Sequence] = []
         self._num_watched = 0
         self._requests: dict[str, GroupRequest] = {}
         self._outstanding: dict[str, int] = {}
-        self._open_prompts: dict[str, Prefilled] = {}
 
     def submit(self, request: GroupRequest) -> None:
         """Queues a group; its id must not be in use."""
@@ -85,10 +87,13 @@ class EngineCore:
             return False
         rows, dropped = self.batcher.abort(request_id)
         for index in dropped:
-            waiting = start_sequence(request, index, self.weights.version, self._decode)
+            waiting = start_sequence(request, index, self.weights.version, 0, self._decode)
             self._end(request_id, waiting.finish([], [], "abort"))
         if rows:
             self._finish(dict.fromkeys(rows, "abort"))
+            for sequence in self._sequences:
+                if sequence.leader is not None and sequence.leader.request is request:
+                    sequence.leader = None  # it computes by itself what it would have been given
         return True
 
     def drop(self) -> None:
@@ -108,13 +113,15 @@ class EngineCore:
         others go on under the old weights, unless those are `overwritten`; `settled` turns true when nobody does.
         """
         old, self.weights = self.weights, weights
-        self._open_prompts.clear()
-        if self.options.kv_after_swap == "keep":
-            generated = self._rows.generated_B[: len(self._sequences)].tolist()
-            for sequence, count in zip(self._sequences, generated, strict=True):
+        self.prompts.clear()
+        keep, turn = self.options.kv_after_swap == "keep", self.filler.next_turn()
+        generated = self._rows.generated_B[: len(self._sequences)].tolist()
+        for sequence, count in zip(self._sequences, generated, strict=True):
+            if keep and sequence.ready:
                 sequence.spans.swap(count, weights.version, kept_kv=True)
-        else:
-            self.refresher.outdate(self._sequences)
+            else:
+                sequence.outdate(turn)
+        if not keep:
             self._old = None if overwritten else old
         self.pause.swapped(self._clock())
 
@@ -125,108 +132,71 @@ class EngineCore:
 
     def pending_tokens(self) -> int:
         """Tokens that running and waiting samples may still cost."""
-        return self.batcher.waiting_tokens + self._rows.remaining_tokens(len(self._sequences))
+        unfilled = self.filler.pending_tokens(self._sequences)
+        return self.batcher.waiting_tokens + unfilled + self._rows.remaining_tokens(len(self._sequences))
 
     @torch.inference_mode()
     def step(self) -> bool:
-        """Refreshes a chunk, or admits what fits, and decodes a token for every fresh row; False when there was nothing
-        to do. Nobody is admitted while rows are stale: a prompt would make them wait longer.
+        """Fills a chunk and decodes a token for every row that can; False when there was nothing to do. Nobody is
+        admitted while rows wait to be filled: another prompt would make them wait longer.
         """
-        running = len(self._sequences)
-        if not running:
+        if not any(sequence.begun for sequence in self._sequences):
             self._old = None
             self.pause.idle(self._clock())
-        stale = self.refresher.stale(self._sequences)
-        admissions = [] if stale else self.batcher.admit()
-        if not admissions and not running:
+        if all(sequence.ready for sequence in self._sequences):
+            self._admit(self.batcher.admit())
+        if not self._sequences:
             return False
-        if stale:
-            weights = self.weights
-            count = self.refresher.advance(weights.params, weights.version, self._sequences, stale)
-            self.pause.refreshed(count)
-        ended = self._admit(admissions)
-        rows = self._rows_to_decode(running)
+        if not all(sequence.ready for sequence in self._sequences):
+            self.pause.refreshed(self.filler.advance(self.weights, self._sequences))
+        rows = self._rows_to_decode()
         if rows:
-            ended |= self._decode_rows(rows, stale=len(rows) < running, whole=not stale)
-        if ended:
-            self._finish(ended)
+            self._finish(self._decode_rows(rows))
         return True
 
-    def _rows_to_decode(self, running: int) -> range | list[int]:
-        """The fresh rows; before there is one, those that can go on under the old weights."""
-        fresh = fresh_rows([sequence.stale for sequence in self._sequences[:running]])
-        if fresh or self._old is None:
+    def _rows_to_decode(self) -> list[int]:
+        """The rows that are ready; before there is one, those that can go on under the old weights."""
+        ready = [row for row, sequence in enumerate(self._sequences) if sequence.ready]
+        lingering = [row for row, sequence in enumerate(self._sequences) if sequence.lingering]
+        if ready or self._old is None or not lingering:
             self._old = None
-            return fresh
-        return fresh_rows([not sequence.lingering for sequence in self._sequences[:running]])
+            return ready
+        return lingering
 
-    def _decode_rows(self, rows: range | list[int], *, stale: bool, whole: bool) -> dict[int, str]:
-        index: RowIndex = slice(0, len(rows)) if isinstance(rows, range) else torch.tensor(rows)
-        last_B, positions_B = self._rows.last_B[index], self._rows.positions_B[index]
-        slots_B = None if isinstance(index, slice) else index
-        start = self._clock()
+    def _decode_rows(self, rows: list[int]) -> dict[int, str]:
+        """Decodes a token for each of `rows`; returns the rows that ended, with their finish reason.
+
+        Rows in between that must wait are computed, too, where they are few: what is written for them lies behind what
+        they have, at the position that their own next step writes, and a gather would copy all keys and values.
+        """
+        span, start = rows[-1] + 1, self._clock()
+        chosen: RowIndex = slice(0, span) if len(rows) == span else torch.tensor(rows)
+        slots_B = chosen if isinstance(chosen, Tensor) and 2 * len(rows) < span else None
+        computed: RowIndex = slice(0, span) if slots_B is None else slots_B
+        last_B, positions_B = self._rows.last_B[computed], self._rows.positions_B[computed]
         params = (self._old or self.weights).params
-        logits = decode_step(params, self._config, last_B, self._cache, positions_B, slots_B)
-        drawn = self._rows.draw(logits, index)
+        logits_BV = decode_step(params, self._config, last_B, self._cache, positions_B, slots_B)
+        drawn = self._rows.draw(logits_BV if slots_B is not None else logits_BV[chosen], chosen)
         end = self._clock()
-        self.pause.decoded(start, end, stale=stale)
-        if whole:
-            self.refresher.pace.decoded(end - start)
+        self.pause.decoded(start, end, stale=any(sequence.stale for sequence in self._sequences))
+        if len(rows) == len(self._sequences):
+            self.filler.pace.decoded(end - start)
         return self._accept(drawn, rows)
 
-    def _admit(self, admissions: list[Admission]) -> dict[int, str]:
-        """Prefills each group's prompt unless an earlier chunk of the group did, and seats the admitted samples."""
-        if not admissions:
-            return {}
-        fresh = [one for one in admissions if one.ticket.request_id not in self._open_prompts]
-        # Only the head of the queue can have an open prompt, so that its rows come before those of fresh groups.
-        ended: dict[int, str] = {}
-        for admission in admissions[: len(admissions) - len(fresh)]:
-            ended |= self._seat([admission], self._open_prompts.pop(admission.ticket.request_id))
-        prompts = [self._requests[one.ticket.request_id].prompt_ids for one in fresh]
-        for first, last in self._chunks(prompts):
-            ended |= self._seat(fresh[first:last], self._prefill(prompts[first:last]))
-        return ended
-
-    def _chunks(self, rows: Seq[tuple[int, ...]]) -> Iterator[tuple[int, int]]:
-        """Ranges of neighbours whose padded size stays within the budget of a step (one row may exceed it alone)."""
-        first, longest = 0, 0
-        for number, row in enumerate(rows):
-            longest = max(longest, len(row))
-            if number > first and longest * (number + 1 - first) > self.options.prefill_tokens_per_step:
-                yield first, number
-                first, longest = number, len(row)
-        if rows:
-            yield first, len(rows)
-
-    def _prefill(self, prompts: list[tuple[int, ...]]) -> Prefilled:
-        self.prefilled_prompts += len(prompts)
-        tokens_BL, lengths_B = _padded(prompts)
-        return prefill(self.weights.params, self._config, tokens_BL, lengths_B)
-
-    def _seat(self, admissions: list[Admission], prefilled: Prefilled) -> dict[int, str]:
-        """Fans each prompt out to its rows and draws their first token; admissions are neighbours in row order."""
-        sources = torch.cat([torch.full((one.count,), at) for at, one in enumerate(admissions)])
-        first_row = admissions[0].row
-        self._cache.insert(prefilled.kv, sources, torch.arange(first_row, first_row + len(sources)))
-        for number, one in enumerate(admissions):
-            if one.first + one.count < one.ticket.num_samples:
-                rest = Prefilled(prefilled.logits_BV[number : number + 1], prefilled.kv.row(number))
-                self._open_prompts[one.ticket.request_id] = rest
-            self._start(one)
-        seated = range(first_row, first_row + len(sources))
-        drawn = self._rows.draw(prefilled.logits_BV[sources], slice(seated.start, seated.stop))
-        return self._accept(drawn, seated)
-
-    def _start(self, admission: Admission) -> None:
-        request = self._requests[admission.ticket.request_id]
-        sampling = request.sampling
-        stop_ids = sampling.stop_token_ids if sampling.ignore_eos else (*self._eos_ids, *sampling.stop_token_ids)
-        self._rows.seat(admission.row, admission.count, admission.first, len(request.prompt_ids), sampling, stop_ids)
-        for offset in range(admission.count):
-            sequence = start_sequence(request, admission.first + offset, self.weights.version, self._decode)
-            self._num_watched += sequence.watched
-            self._sequences.append(sequence)
+    def _admit(self, admissions: list[Admission]) -> None:
+        leaders: Leaders = {}
+        for admission in admissions:
+            ticket, first, row = admission.ticket, admission.first, admission.row
+            request = self._requests[ticket.request_id]
+            sampling = request.sampling
+            stop_ids = sampling.stop_token_ids if sampling.ignore_eos else (*self._eos_ids, *sampling.stop_token_ids)
+            self._rows.seat(row, admission.count, first, request.prompt_ids, sampling, stop_ids)
+            samples = range(first, first + admission.count)
+            version, turn = self.weights.version, self.filler.next_turn()
+            group = [start_sequence(request, index, version, turn, self._decode) for index in samples]
+            self._num_watched += sum(sequence.watched for sequence in group)
+            self._sequences += group
+            self.prompts.seat(group, row, version, leaders, more=first + admission.count < ticket.num_samples)
 
     def _accept(self, drawn: Drawn, rows: Seq[int]) -> dict[int, str]:
         """Counts a step's tokens; returns the rows that ended, with their finish reason."""
@@ -252,6 +222,8 @@ class EngineCore:
 
     def _finish(self, ended: dict[int, str]) -> None:
         """Delivers ended rows and closes the holes that they leave."""
+        if not ended:
+            return
         rows = sorted(ended)
         tokens, logprobs = self._rows.outputs(rows)
         for at, row in enumerate(rows):
@@ -271,19 +243,9 @@ class EngineCore:
         self._outstanding[request_id] -= 1
         if not self._outstanding[request_id]:
             del self._outstanding[request_id], self._requests[request_id]
-            self._open_prompts.pop(request_id, None)
+            self.prompts.forget(request_id)
 
     def _move(self, sources: list[int], targets: list[int]) -> None:
         span = int(self._rows.positions_B[sources].max()) + 1
         self._rows.move(sources, targets)
-        for memory in (self._cache.keys, self._cache.values):
-            memory[:, targets, :, :span] = memory[:, sources, :, :span]
-
-
-def _padded(rows: list[tuple[int, ...]]) -> tuple[Tensor, Tensor | None]:
-    lengths = [len(row) for row in rows]
-    longest = max(lengths)
-    if min(lengths) == longest:
-        return torch.tensor(rows, dtype=torch.int64), None
-    padded = [(*row, *([0] * (longest - len(row)))) for row in rows]
-    return torch.tensor(padded, dtype=torch.int64), torch.tensor(lengths, dtype=torch.int64)
+        self._cache.move(sources, targets, span)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from reflux_inference_gateway.engine.prefix_store import BLOCK_TOKENS, block_bytes
 from reflux_inference_gateway.engine.served import CoreOptions, Weights
 from reflux_inference_gateway.engine.settings import EngineSettings
 from reflux_kit.errors import StartupError
@@ -114,9 +115,9 @@ def _mode(settings: EngineSettings, config: ModelConfig, layout: Layout, options
 
 
 def kv_bytes(config: ModelConfig, options: CoreOptions, dtype: str) -> int:
-    """Memory of the KV cache."""
-    row = 2 * config.num_layers * config.num_kv_heads * config.head_size * getattr(torch, dtype).itemsize
-    return row * options.max_model_len * options.max_rows
+    """Memory of the KV cache and of the prompts that are kept."""
+    block = block_bytes(config, getattr(torch, dtype).itemsize)
+    return block * options.max_model_len * options.max_rows // BLOCK_TOKENS + block * options.prefix_blocks
 
 
 def _available_bytes() -> int:

@@ -151,6 +151,7 @@ class EngineDoor:
             num_samples=call.num_samples,
             sampling=replace(call.sampling, seed=seed),
             stream_tokens=call.stream,
+            cache_salt=call.cache_salt,
         )
 
     @web.middleware

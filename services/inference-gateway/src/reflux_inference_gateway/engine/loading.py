@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 
+from reflux_inference_gateway.engine.prefix_store import BLOCK_TOKENS, block_bytes
 from reflux_inference_gateway.engine.served import CoreOptions, Weights
 from reflux_inference_gateway.engine.settings import EngineSettings
 from reflux_inference_gateway.engine.tokenizer import TextTokenizer
@@ -49,9 +50,11 @@ def core_options(settings: EngineSettings, config: ModelConfig) -> CoreOptions:
             f"REFLUX_ENGINE_KV_BUDGET_BYTES={settings.kv_budget_bytes} does not hold one sequence of {length} tokens "
             f"({row_bytes} bytes); raise it or set REFLUX_ENGINE_MAX_MODEL_LEN"
         )
+    blocks = settings.prefix_cache_bytes // block_bytes(config, element_bytes)
     return CoreOptions(
         max_rows=rows,
         max_model_len=length,
         prefill_tokens_per_step=settings.prefill_tokens_per_step,
+        prefix_blocks=min(blocks, settings.max_rows * length // BLOCK_TOKENS),
         kv_after_swap=settings.kv_after_swap,
     )

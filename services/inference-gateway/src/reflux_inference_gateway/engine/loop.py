@@ -210,6 +210,7 @@ class EngineLoop:
         """Ends all requests without their samples: who asked may ask another replica."""
         self._unfit = reason
         self._core.drop()
+        self._snapshot = self._measure()
         self._batch.clear()
         self._post(self._wake_everyone)
 
@@ -245,7 +246,9 @@ class EngineLoop:
             version=core.weights.version,
             epoch=core.weights.epoch,
             generated_tokens=core.generated_tokens,
-            prefilled_prompts=core.prefilled_prompts,
+            prefilled_prompts=core.prompts.seated,
+            prefilled_tokens=core.filler.prompt_tokens,
+            reused_tokens=core.prompts.reused_tokens,
         )
 
     def _run(self) -> None:

@@ -13,6 +13,8 @@ PENDING_TOKENS = Gauge("reflux_engine_pending_tokens", "Tokens that running and 
 VERSION = Gauge("reflux_engine_weight_version", "Weight version of new sequences")
 GENERATED_TOKENS = Gauge("reflux_engine_generated_tokens_total", "Tokens drawn since the start")
 PREFILLED_PROMPTS = Gauge("reflux_engine_prefilled_prompts_total", "Prompts computed since the start")
+PREFILLED_TOKENS = Gauge("reflux_engine_prefilled_tokens_total", "Prompt tokens computed since the start")
+REUSED_TOKENS = Gauge("reflux_engine_reused_tokens_total", "Prompt tokens that other prompts had computed")
 SWAP_PAUSE = Histogram(
     "reflux_engine_swap_pause_seconds", "Longest gap between two decode steps around a swap", buckets=_SECONDS
 )
@@ -41,3 +43,5 @@ def observe(engine: EngineLoop) -> None:
     VERSION.set_function(lambda: engine.load().version)
     GENERATED_TOKENS.set_function(lambda: engine.load().generated_tokens)
     PREFILLED_PROMPTS.set_function(lambda: engine.load().prefilled_prompts)
+    PREFILLED_TOKENS.set_function(lambda: engine.load().prefilled_tokens)
+    REUSED_TOKENS.set_function(lambda: engine.load().reused_tokens)

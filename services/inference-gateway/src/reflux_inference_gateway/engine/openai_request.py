@@ -23,8 +23,6 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "tools": (None, []),
     "response_format": (None, {"type": "text"}),
     "guided_json": (None,),
-    "prompt_logprobs": (None,),
-    "min_p": (0, None),
 }
 
 
@@ -40,6 +38,7 @@ class CompletionCall:
     stream: bool
     include_usage: bool
     return_token_ids: bool
+    cache_salt: str = ""
 
 
 def parse_call(kind: Kind, body: bytes, model_id: str, tokenizer: TextTokenizer, limits: ModelLimits) -> CompletionCall:
@@ -72,6 +71,7 @@ def parse_call(kind: Kind, body: bytes, model_id: str, tokenizer: TextTokenizer,
         stream=stream,
         include_usage=_boolean(options, "include_usage"),
         return_token_ids=_boolean(fields, "return_token_ids"),
+        cache_salt=_salt(fields),
     )
 
 
@@ -165,11 +165,13 @@ def _sampling(kind: Kind, fields: dict[str, Any], limits: ModelLimits, longest: 
         temperature=_number(fields, "temperature", 1.0, 0.0, 100.0),
         top_p=_number(fields, "top_p", 1.0, 0.0, 1.0) or 1.0,
         top_k=max(0, _integer(fields, "top_k", 0, -1, 1 << 31)),
+        min_p=_number(fields, "min_p", 0.0, 0.0, 1.0),
         seed=random.getrandbits(63) if seed is None else _integer(fields, "seed", 0, -(1 << 63), (1 << 64) - 1),
         stop_token_ids=_stop_ids(fields),
         stops=_stops(fields),
         ignore_eos=_boolean(fields, "ignore_eos"),
         top_logprobs=top,
+        prompt_logprobs=_prompt_logprobs(fields),
     )
 
 
@@ -181,6 +183,22 @@ def _logprobs(kind: Kind, fields: dict[str, Any]) -> tuple[bool, int]:
     if wanted is None or wanted is False:
         return False, 0
     return True, 1 if wanted is True else _integer(fields, "logprobs", 0, 0, _MAX_LOGPROBS)
+
+
+def _prompt_logprobs(fields: dict[str, Any]) -> int | None:
+    """As in vLLM: how many alternatives per prompt token; not while streaming, since they come before any token."""
+    if fields.get("prompt_logprobs") is None:
+        return None
+    if fields.get("stream"):
+        raise ApiError(400, "prompt_logprobs are not available with stream", param="prompt_logprobs")
+    return _integer(fields, "prompt_logprobs", 0, 0, _MAX_LOGPROBS)
+
+
+def _salt(fields: dict[str, Any]) -> str:
+    salt = fields.get("cache_salt") or ""
+    if not isinstance(salt, str):
+        raise ApiError(400, f"cache_salt must be a text, got {salt!r:.40}", param="cache_salt")
+    return salt
 
 
 def _stops(fields: dict[str, Any]) -> tuple[str, ...]:

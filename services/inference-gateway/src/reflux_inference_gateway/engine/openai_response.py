@@ -8,7 +8,7 @@ from typing import Any
 from reflux_inference_gateway.engine.openai_request import CompletionCall
 from reflux_inference_gateway.engine.stops import TextCursor, text_pieces
 from reflux_inference_gateway.engine.tokenizer import TextTokenizer
-from reflux_inference_gateway.engine.types import FinishedSample, TokenDelta
+from reflux_inference_gateway.engine.types import FinishedSample, TokenDelta, TokenScore
 
 
 @dataclass
@@ -90,8 +90,16 @@ class ResponseWriter:
         if self.call.return_token_ids:
             choice["token_ids"] = sample.token_ids
             choice["prompt_token_ids"] = list(self.call.prompts[index // self.call.num_samples])
+        if self.call.sampling.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = [None, *map(self._ranked, sample.prompt_scores)]
         choice["weight_versions"] = _spans(sample)
         return choice
+
+    def _ranked(self, scores: dict[int, TokenScore]) -> dict[str, dict[str, Any]]:
+        return {
+            str(token): {"logprob": one.logprob, "rank": one.rank, "decoded_token": self.tokenizer.piece(token)}
+            for token, one in scores.items()
+        }
 
     def _logprobs(
         self,

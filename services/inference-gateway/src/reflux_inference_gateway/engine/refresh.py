@@ -1,10 +1,11 @@
-"""Which keys and values are computed again after a swap, a bounded chunk between two decode steps. Pure.
+"""Which keys and values are computed next, a bounded chunk between two decode steps. Pure.
 
-A row is *stale* from the swap until all of its keys and values are those of the current weights; it does not decode
-meanwhile. A chunk may end inside a row, so that a chunk's cost does not depend on the length of the rows.
+A row is *stale* from a swap until all of its keys and values are those of the current weights; it does not decode
+meanwhile, and neither does a row whose prompt is not filled. A chunk may end inside a row, so that a chunk's cost does
+not depend on the length of the rows.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 _CHUNK_SECONDS = 0.020
@@ -43,19 +44,19 @@ class Pace:
 
 
 @dataclass(frozen=True)
-class Stale:
-    """One stale row: positions below `done` are computed, those below `length` are needed."""
+class Unfilled:
+    """One row that waits: positions below `done` are computed, those below `length` are needed."""
 
     row: int
-    since: int
-    """Number of the swap that made it stale; a row that missed a second swap keeps the first."""
+    turn: int
+    """Number of the swap or the admission since which it waits; a row that missed a second swap keeps the first."""
     done: int
     length: int
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Positions `start .. end-1` of a row are to be computed; the row is fresh then if `last`."""
+    """Positions `start .. end-1` of a row are to be computed; the row is filled then if `last`."""
 
     row: int
     start: int
@@ -63,12 +64,12 @@ class Piece:
     last: bool
 
 
-def next_pieces(stale: Iterable[Stale], tokens: int) -> list[Piece]:
+def next_pieces(unfilled: Iterable[Unfilled], tokens: int) -> list[Piece]:
     """The next chunk. Rows that have waited longest come first, so that frequent swaps starve none; of equal ones those
     that have least left: the first row is back as early as possible.
     """
     pieces: list[Piece] = []
-    for one in sorted(stale, key=lambda one: (one.since, one.length - one.done, one.row)):
+    for one in sorted(unfilled, key=lambda one: (one.turn, one.length - one.done, one.row)):
         if tokens <= 0:
             break
         end = min(one.length, one.done + tokens)
@@ -131,9 +132,3 @@ class PauseMeter:
 
 def _mean(old: float, new: float) -> float:
     return new if not old else (1 - _WEIGHT) * old + _WEIGHT * new
-
-
-def fresh_rows(stale: Sequence[bool]) -> range | list[int]:
-    """Rows that may decode: a range from 0 where they are neighbours from the first one on, which costs no copies."""
-    rows = [row for row, is_stale in enumerate(stale) if not is_stale]
-    return range(len(rows)) if not rows or rows[-1] == len(rows) - 1 else rows

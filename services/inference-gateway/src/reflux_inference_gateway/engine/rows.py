@@ -45,6 +45,7 @@ class Rows:
         self._temperature_B = torch.zeros(max_rows)
         self._top_p_B = torch.ones(max_rows)
         self._top_k_B = torch.zeros(max_rows, dtype=torch.int64)
+        self._min_p_B = torch.zeros(max_rows)
         self._seeds_B = torch.zeros(max_rows, dtype=torch.int64)
         self._top_count_B = torch.zeros(max_rows, dtype=torch.int64)
         self._stops_BS = torch.full((max_rows, 1), _NO_TOKEN, dtype=torch.int64)
@@ -57,18 +58,22 @@ class Rows:
         first_row: int,
         count: int,
         first_sample: int,
-        prompt_length: int,
+        prompt: Sequence[int],
         sampling: Sampling,
         stop_ids: Sequence[int],
     ) -> None:
-        """Prepares rows for samples `first_sample ..` of one group; their first token gets position `prompt_length`."""
+        """Prepares rows for samples `first_sample ..` of one group: the next decode step feeds the prompt's last token,
+        and the token that it draws gets position `len(prompt)`.
+        """
         rows = slice(first_row, first_row + count)
-        self.positions_B[rows] = prompt_length - 1
+        self.last_B[rows] = prompt[-1]
+        self.positions_B[rows] = len(prompt) - 1
         self.generated_B[rows] = 0
         self.limits_B[rows] = sampling.max_tokens
         self._temperature_B[rows] = sampling.temperature
         self._top_p_B[rows] = sampling.top_p
         self._top_k_B[rows] = sampling.top_k
+        self._min_p_B[rows] = sampling.min_p
         self._top_count_B[rows] = sampling.top_logprobs
         seeds = [sample_seed(sampling.seed, first_sample + offset) for offset in range(count)]
         self._seeds_B[rows] = seeds_tensor(seeds)
@@ -81,7 +86,11 @@ class Rows:
         """Samples the next token of rows, stores it, and says which of them (absolute) ended."""
         self.positions_B[rows] += 1
         params = SamplingParams(
-            self._temperature_B[rows], self._top_k_B[rows], self._top_p_B[rows], self._seeds_B[rows]
+            self._temperature_B[rows],
+            self._top_k_B[rows],
+            self._top_p_B[rows],
+            self._min_p_B[rows],
+            self._seeds_B[rows],
         )
         drawn = sample(logits_BV, params, self.positions_B[rows])
         generated, index = self.generated_B[rows], self._indices[rows]
@@ -107,6 +116,7 @@ class Rows:
             self._temperature_B,
             self._top_p_B,
             self._top_k_B,
+            self._min_p_B,
             self._seeds_B,
             self._top_count_B,
             self._stops_BS,

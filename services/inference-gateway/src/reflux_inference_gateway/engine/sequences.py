@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from reflux_inference_gateway.engine.stops import Decode, TextCursor
-from reflux_inference_gateway.engine.types import FinishedSample, GroupRequest, Span
+from reflux_inference_gateway.engine.types import FinishedSample, GroupRequest, PromptScores, Span
 
 
 @dataclass
@@ -33,7 +33,7 @@ class SpanLog:
             self.closed.append(Span(self.version, self.start, generated, self.kv_version))
 
 
-@dataclass
+@dataclass(eq=False)
 class Sequence:
     """One seated sample. Only sequences with a cursor or with `stream_tokens` cost Python work per token."""
 
@@ -42,23 +42,45 @@ class Sequence:
     spans: SpanLog
     cursor: TextCursor | None = None
     top_logprobs: list[dict[int, float]] = field(default_factory=list)
-    refreshed: int | None = None
-    """Positions whose keys and values are the current weights', while not all are; None when all are."""
-    stale_since: int = 0
-    """Number of the swap that made it stale."""
+    prompt_scores: PromptScores = field(default_factory=list)
+    filled: int | None = 0
+    """Positions whose keys and values are the current weights', while not all are that it needs to decode; None then.
+    The last token is not among them: the next decode step feeds it."""
+    turn: int = 0
+    """Number of the swap or the admission since which it waits to be filled."""
+    begun: bool = False
+    """True once it may have decoded: what is filled after that is filled again, because of a swap."""
     lingering: bool = False
     """True while its keys and values are still those of the weights before the last swap, all of them."""
+    leader: "Sequence | None" = None
+    """Another sequence that is being filled, and whose first `shared` positions are also this one's."""
+    shared: int = 0
+
+    @property
+    def ready(self) -> bool:
+        """True when it may decode under the current weights."""
+        return self.filled is None
 
     @property
     def stale(self) -> bool:
-        """True while it must not decode under the current weights."""
-        return self.refreshed is not None
+        """True when it has decoded, and must not under the current weights before it is filled again."""
+        return self.begun and not self.ready
 
-    def outdate(self, swap_number: int) -> None:
+    @property
+    def prompt_end(self) -> int:
+        """Positions of the prompt that are filled before the first decode step."""
+        return len(self.request.prompt_ids) - 1
+
+    def outdate(self, turn: int) -> None:
         """No key or value is the current weights' any more."""
-        self.lingering = not self.stale
-        self.stale_since = self.stale_since if self.stale else swap_number
-        self.refreshed = 0
+        self.lingering = self.ready
+        self.turn = turn if self.ready else self.turn
+        self.filled = 0
+
+    def fill(self, generated: int, version: int) -> None:
+        """All keys and values that it needs are those of weights `version`."""
+        self.filled, self.begun, self.lingering, self.leader = None, True, False, None
+        self.spans.swap(generated, version, kept_kv=False)
 
     @property
     def watched(self) -> bool:
@@ -82,13 +104,14 @@ class Sequence:
             spans=self.spans.finish(len(token_ids)),
             text=text,
             top_logprobs=self.top_logprobs,
+            prompt_scores=self.prompt_scores,
         )
 
 
-def start_sequence(request: GroupRequest, index: int, version: int, decode: Decode | None) -> Sequence:
-    """A sequence without tokens; `decode` is needed for stop strings only."""
+def start_sequence(request: GroupRequest, index: int, version: int, turn: int, decode: Decode | None) -> Sequence:
+    """A sequence without tokens that waits to be filled since `turn`; `decode` is needed for stop strings only."""
     stops = request.sampling.stops
     if stops and decode is None:
         raise ValueError("stop strings need a tokenizer")
     cursor = TextCursor(decode, stops) if stops and decode is not None else None
-    return Sequence(request, index, SpanLog(version, version), cursor)
+    return Sequence(request, index, SpanLog(version, version), cursor, turn=turn)

@@ -12,7 +12,9 @@ class CoreOptions:
 
     max_rows: int
     max_model_len: int
-    prefill_tokens_per_step: int = 4096
+    prefill_tokens_per_step: int = 512
+    prefix_blocks: int = 0
+    """Blocks of computed prompts that are kept for later ones."""
     kv_after_swap: KvPolicy = "refresh"
 
 

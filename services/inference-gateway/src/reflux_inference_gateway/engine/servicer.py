@@ -112,6 +112,7 @@ def parse_generate(request: pb.GenerateRequest, limits: ModelLimits) -> GroupReq
             temperature=sampling.temperature,
             top_p=sampling.top_p or 1.0,
             top_k=sampling.top_k,
+            min_p=sampling.min_p,
             seed=sampling.seed,
             stop_token_ids=tuple(sampling.stop_token_ids),
         ),

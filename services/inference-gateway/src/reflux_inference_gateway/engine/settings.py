@@ -71,8 +71,11 @@ class EngineSettings(ServiceSettings):
     max_waiting_samples: int = Field(default=4096, ge=1)
     """Samples that may wait for a row; further requests get 429 or RESOURCE_EXHAUSTED."""
 
-    prefill_tokens_per_step: int = Field(default=4096, ge=1)
-    """Prompt tokens that are computed between two decode steps, at least one prompt."""
+    prefill_tokens_per_step: int = Field(default=512, ge=1)
+    """Prompt tokens that are computed between two decode steps; a longer prompt is cut."""
+
+    prefix_cache_bytes: int = Field(default=256 << 20, ge=0)
+    """Memory for computed prompts, which later prompts that begin alike do not compute again; 0 keeps none."""
 
     kv_after_swap: KvPolicy = "refresh"
     """After new weights: `refresh` prefills running sequences again, `keep` goes on with old keys and values."""

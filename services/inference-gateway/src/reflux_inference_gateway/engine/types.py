@@ -21,12 +21,16 @@ class Sampling:
     top_p: float = 1.0
     top_k: int = 0
     """0 keeps all."""
+    min_p: float = 0.0
+    """Tokens below that share of the likeliest one's probability are left out; 0 leaves none out."""
     seed: int = 0
     stop_token_ids: tuple[int, ...] = ()
     stops: tuple[str, ...] = ()
     ignore_eos: bool = False
     top_logprobs: int = 0
     """Most likely tokens to report per position."""
+    prompt_logprobs: int | None = None
+    """Most likely tokens to report per prompt token beside its own; None reports nothing of the prompt."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +43,8 @@ class GroupRequest:
     sampling: Sampling
     stream_tokens: bool = False
     """Deliver every token as it is drawn; otherwise only finished samples."""
+    cache_salt: str = ""
+    """Only prompts of the same salt share computed prefixes."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +57,20 @@ class Span:
     kv_version: int
 
 
+@dataclass(frozen=True)
+class TokenScore:
+    """What the model says of one token at one position of a prompt."""
+
+    logprob: float
+    """Natural log, temperature 1."""
+    rank: int
+    """1 for the likeliest token."""
+
+
+PromptScores = list[dict[int, TokenScore]]
+"""One entry per prompt token after the first: the token itself and the likeliest ones, by id."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class FinishedSample:
     """One completion."""
@@ -58,13 +78,15 @@ class FinishedSample:
     index: int
     token_ids: list[int]
     logprobs: list[float]
-    """Natural log, temperature 1, of the distribution before top-p and top-k."""
+    """Natural log, temperature 1, of the distribution before min-p, top-p and top-k."""
     finish_reason: str
     """"stop", "length" or "abort"."""
     spans: list[Span]
     text: str | None = None
     """Set when stop strings were asked for: the text before the stop string."""
     top_logprobs: list[dict[int, float]] = field(default_factory=list)
+    prompt_scores: PromptScores = field(default_factory=list)
+    """Empty unless asked for."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +112,10 @@ class EngineLoad:
     """Since the start."""
     prefilled_prompts: int
     """Since the start; once per group and weight version."""
+    prefilled_tokens: int
+    """Prompt tokens computed since the start."""
+    reused_tokens: int
+    """Prompt tokens that did not have to be computed, since another prompt began with them."""
 
     def with_waiting(self, waiting: int) -> "EngineLoad":
         """The same load with another number of waiting samples."""
