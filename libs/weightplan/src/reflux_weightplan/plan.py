@@ -53,6 +53,9 @@ class PlanOptions:
 
 DEFAULTS = PlanOptions()
 
+_PLANNER = b"reflux-weight-plan/1"
+"""Part of every plan's hash: to be counted up when equal layouts and options begin to be planned in another way."""
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -116,9 +119,10 @@ class Plan:
         return self.relay.division.label_T if self.relay else np.zeros(len(self.joined.class_T), np.int64)
 
 
-def _pair_hash(source_hash: str, target_hash: str, options: PlanOptions) -> str:
+def plan_hash(source_hash: str, target_hash: str, options: PlanOptions = DEFAULTS) -> str:
+    """Name of the plan of two layouts, known before it is made."""
     settings = json.dumps(asdict(options), sort_keys=True).encode()
-    return digest(source_hash.encode(), target_hash.encode(), settings)
+    return digest(_PLANNER, source_hash.encode(), target_hash.encode(), settings)
 
 
 def plan(source: SpecLayout, target: SpecLayout, options: PlanOptions = DEFAULTS) -> Plan:
@@ -144,7 +148,7 @@ def plan(source: SpecLayout, target: SpecLayout, options: PlanOptions = DEFAULTS
         relay, direct = None, schedule(traffic, messages, network.source_places, network.target_places, options.link)
     hashes = layout_hash(source), layout_hash(target)
     return Plan(
-        _pair_hash(*hashes, options), *hashes, options, giving, taking, joined, groups, bucketing, choice, traffic,
+        plan_hash(*hashes, options), *hashes, options, giving, taking, joined, groups, bucketing, choice, traffic,
         messages, peers, relay, direct,
     )  # fmt: skip
 

@@ -15,7 +15,7 @@ from plan_worlds import layout_pairs
 from reflux_weightplan.boxes import Box
 from reflux_weightplan.errors import LayoutRefused
 from reflux_weightplan.mesh import Cut, Mesh, Place, Placement
-from reflux_weightplan.plan import PlanOptions, plan
+from reflux_weightplan.plan import PlanOptions, plan, plan_hash
 from reflux_weightplan.sides import Side
 from reflux_weightplan.spec import SpecLayout, TensorSpec
 from reflux_weightplan.wire import canonical, layout_hash, parse
@@ -226,3 +226,8 @@ def test_a_plan_has_one_hash_in_every_process() -> None:
     )
     assert done.stdout.decode().strip() == plan(BASE, BASE, PlanOptions(pack_below=5)).hash
     assert plan(BASE, BASE).hash != plan(BASE, BASE, PlanOptions(pack_below=5)).hash
+
+
+def test_the_hash_of_a_plan_is_known_before_it_is_made() -> None:
+    name, options = layout_hash(BASE), PlanOptions(relay="direct")
+    assert plan(BASE, BASE, options).hash == plan_hash(name, name, options)
