@@ -1,16 +1,18 @@
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from weights import LAYOUT, SLICE, LastingShm, assert_holds, tensors
 
 from reflux_transfer import fingerprint
+from reflux_transfer.arenas.geometry import Extra, Gather, Packing
 from reflux_transfer.arenas.publisher import PublisherArenas
 from reflux_transfer.arenas.replica import ReplicaArenas
 from reflux_transfer.arenas.staging import Staging
 from reflux_transfer.backends.shm import ShmBackend
-from reflux_transfer.errors import ArenasBusy, GenerationGone, LayoutError, WrongHandle
+from reflux_transfer.errors import ArenasBusy, GenerationGone, LayoutError, PeerGone, WrongHandle
 from reflux_transfer.handles import Scope
 from reflux_transfer.pulling.source import RemoteSource
 from reflux_transfer.pulling.stream import follow
@@ -100,6 +102,53 @@ def test_two_stagings_at_once_need_both_arenas(arenas: PublisherArenas) -> None:
         arenas.begin()
     first.fail("given up")
     assert arenas.begin().generation == second.generation + 1
+
+
+PACKING = Packing("some plan", (Extra((Gather(0, 12, 40, 24),), 0),), 480)
+"""Every other row of the first half of a tensor."""
+
+
+def test_an_arena_gets_other_memory_when_it_is_packed_for_others(arenas: PublisherArenas, backend: ShmBackend) -> None:
+    first = staged(arenas, 1)
+    arenas.pin(first.generation)
+    source = RemoteSource(backend.open(first.offer()), first.generation)
+    second = arenas.begin(packings=[PACKING])
+    second.write(tensors(2))
+    assert (first.plans, second.plans) == ((), ("some plan",))
+    assert_holds(arenas.view(first.generation), tensors(1))
+    assert_holds(arenas.view(second.generation), tensors(2))
+    arenas.pin(second.generation)
+    arenas.begin(packings=[PACKING]).write(tensors(3))
+    with pytest.raises(PeerGone):
+        follow(backend, [source], backend.allocate(LAYOUT.region_bytes), whole(LAYOUT), deadline_seconds=5)
+    regions = [arena.memory.region for arena in arenas._arenas]
+    arenas.pin(3)
+    arenas.begin(packings=[PACKING]).write(tensors(4))
+    assert [arena.memory.region for arena in arenas._arenas] == regions, "the same readers need no other memory"
+
+
+def test_what_is_packed_has_bounds(backend: ShmBackend) -> None:
+    arenas = PublisherArenas(backend, LAYOUT, SLICE, pack_share=0.01)
+    with pytest.raises(LayoutError, match="512 bytes are to be packed, there is room for 256"):
+        arenas.begin(packings=[PACKING])
+    with pytest.raises(LayoutError, match="packs for 16 plans at most, not 17"):
+        arenas.begin(packings=[replace(PACKING, plan=f"plan {number}", pack_bytes=0) for number in range(17)])
+    region = arenas._arenas[0].memory.region
+    assert arenas.begin(packings=[Packing("nothing to pack", ())]).plans == ("nothing to pack",)
+    assert arenas._arenas[0].memory.region is region
+
+
+def test_memory_that_is_not_there_costs_one_version(arenas: PublisherArenas, backend: ShmBackend) -> None:
+    allocate = backend.allocate
+
+    def full(length: int) -> LocalRegion:
+        backend.allocate = allocate
+        raise MemoryError(f"no {length} bytes")
+
+    backend.allocate = full
+    with pytest.raises(MemoryError):
+        arenas.begin(packings=[PACKING])
+    assert arenas.begin(packings=[PACKING]).write(tensors(1)) == arenas.fingerprint(1)
 
 
 def test_tensors_that_do_not_fit_are_named_and_free_the_arena(arenas: PublisherArenas) -> None:

@@ -77,7 +77,7 @@ def stage(
     for rank, memory in enumerate(regions):
         layout = rank_layout(planned.source, rank)
         extras = [packing(planned.hash, expander.pieces(rank), layout, SLICE)] if packed else []
-        staging = PublisherArenas(backend, layout, SLICE, packings=extras).begin()
+        staging = PublisherArenas(backend, layout, SLICE, pack_share=99).begin(packings=extras)
         staging.write({slot.name: memory[slot.offset : slot.end].view(np.float32) for slot in layout.slots})
         found.append(staging)
     return found
@@ -153,7 +153,7 @@ def test_an_arena_packs_for_several_plans() -> None:
     plans = [plan(source, target, PlanOptions(relay="direct", pack_below=size)) for size in (1 << 18, 1 << 20)]
     backend, memory, layout = ShmBackend(), memories(plans[0])[0], rank_layout(plans[0].source, 0)
     packings = [packing(each.hash, Expander(each).pieces(0), layout, SLICE) for each in plans]
-    staging = PublisherArenas(backend, layout, SLICE, packings=packings).begin()
+    staging = PublisherArenas(backend, layout, SLICE, pack_share=2.0).begin(packings=packings)
     staging.write({"w": memory[: layout.region_bytes].view(np.float32)})
     expected = memory[: layout.region_bytes].view(np.float32).reshape(40, 64)
     for each in plans:
@@ -169,7 +169,7 @@ def test_a_flipped_bit_in_packed_bytes_names_the_tensor() -> None:
     allocate = backend.allocate
     backend.allocate = lambda length: allocated.append(allocate(length)) or allocated[-1]
     extras = packing(planned.hash, Expander(planned).pieces(0), layout, SLICE)
-    staging = PublisherArenas(backend, layout, SLICE, packings=[extras]).begin()
+    staging = PublisherArenas(backend, layout, SLICE).begin(packings=[extras])
     staging.write({"w": memories(planned)[0][: layout.region_bytes].view(np.float32)})
     for region in allocated:
         region.view[Geometry(layout, SLICE, (extras,)).pack_offset + 9] ^= 1
@@ -181,9 +181,9 @@ def test_a_flipped_bit_in_packed_bytes_names_the_tensor() -> None:
 def test_strided_runs_have_one_checksum() -> None:
     layout = Layout.from_shapes({"w": ([16, 64], "uint8")})
     backend, gather = ShmBackend(), Gather(32, 32, 16, 64)
-    arenas = PublisherArenas(backend, layout, 128, packings=[Packing(0, (Extra((gather,)),))])
+    arenas = PublisherArenas(backend, layout, 128)
     values = np.random.default_rng(1).integers(0, 256, (16, 64), np.uint8)
-    with arenas.begin() as staging:
+    with arenas.begin(packings=[Packing("p", (Extra((gather,)),))]) as staging:
         staging.write({"w": values})
     local = backend.allocate(512)
     move = WholeTensor("w", 32, 0, 32, runs=16, source_pitch=64, target_pitch=32)
@@ -201,7 +201,7 @@ def test_moves_and_extras_outside_of_tensors_are_refused_by_name() -> None:
     layout = Layout.from_shapes({"a": ([100], "uint8"), "b": ([100], "uint8")})
     backend = ShmBackend()
     with pytest.raises(LayoutError, match=r"bytes \[90, 110\)"):
-        PublisherArenas(backend, layout, packings=[Packing(0, (Extra((Gather(90, 20),)),))])
+        PublisherArenas(backend, layout).begin(packings=[Packing("p", (Extra((Gather(90, 20),)),))])
     staging = PublisherArenas(backend, layout).begin()
     staging.write({"a": np.zeros(100, np.uint8), "b": np.zeros(100, np.uint8)})
     local, source = backend.allocate(400), RemoteSource(backend.open(staging.offer()), 1)

@@ -86,6 +86,19 @@ def test_a_deadline_travels_as_what_is_left_of_it(owner) -> None:
     assert 0 < OfferReader(SPEC).read(offer_to_json(offer)).seconds <= 20.0
 
 
+def test_the_reader_of_an_offer_plans_as_its_source_has_staged(owner) -> None:
+    columns = Placement((Cut(1, "rank"),))
+    cut = SpecLayout(
+        Mesh((("rank", 2),)), (TensorSpec("a", (5, 7), "float32", columns), TensorSpec("b", (3,), "bfloat16"))
+    )
+    reader, regions = OfferReader(SPEC), owner.offer(1)[0].regions
+    for packed in (False, True):
+        offer = Offer(1, 1, "full", regions, Route(cut, SPEC, 0, packed=packed), time.monotonic() + 20, 20.0)
+        read = reader.read(offer_to_json(offer)).route
+        assert (read.packed, read.plan_hash, read.moves) == (packed, offer.route.plan_hash, offer.route.moves)
+        assert any(move.packed for move in read.moves) == packed
+
+
 @pytest.mark.parametrize("text", ["[]", "{}", "nothing", '{"version":1,"regions":[[0]]}'])
 def test_what_is_no_offer_is_refused(text: str) -> None:
     with pytest.raises((ValueError, KeyError, TypeError)):

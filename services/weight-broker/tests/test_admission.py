@@ -83,7 +83,7 @@ async def test_replicas_with_the_key_of_the_run_read_from_publisher_and_replica(
     first = stack.replica("a", scope=scope)
     await publish(publisher, 1, 1, min_replicas=1)
     await first.serves(1)
-    publisher._arenas.close()
+    publisher._rank.arenas.close()
     assert np.array_equal((await stack.replica("b", scope=scope).serves(1))["w"], weights(1)["w"].reshape(-1))
     assert (await stack.states())["b"].source == "a"
 

@@ -200,7 +200,7 @@ async def test_when_the_publisher_is_gone_a_peer_is_told_and_serves(stack: Stack
     lease, release = first.arenas.lease, first.arenas.release
     first.arenas.lease = lambda *a: (told.append((a[0], a[1], True)), lease(*a))
     first.arenas.release = lambda *a: (told.append((a[0], a[1], False)), release(*a))
-    publisher._arenas.close()
+    publisher._rank.arenas.close()
     assert np.array_equal((await stack.replica("b").serves(1))["w"], weights(1)["w"].reshape(-1))
     assert (await stack.states())["b"].source == "a"
     async with asyncio.timeout(HANG_SECONDS):
@@ -298,4 +298,4 @@ async def test_control_messages_do_not_grow_with_the_model(stack: Stack) -> None
     large = Layout.from_shapes({f"w{index}": ([16], "float32") for index in range(500)})
     stack.replica("a", model_id="n", layout=large, scope=Scope("n"))
     more = await publish(stack.publisher("n", large), 1, 0, weights(1, large), min_replicas=1)
-    assert more.control_messages == done.control_messages == 8
+    assert more.control_messages == done.control_messages == 9

@@ -118,7 +118,7 @@ async def test_a_version_by_hash_from_begin_to_committed(client: Client) -> None
     assert (commit.event, list(commit.probe_token_ids)) == (pb.WatchVersionsResponse.EVENT_COMMIT, [1, 2])
     await client.ack("a", 1, COMMITTED, fingerprint=7)
     done = await client.ended(1)
-    assert (done.state, done.fingerprint, done.control_messages) == (WeightVersion.STATE_COMMITTED, 7, 8)
+    assert (done.state, done.fingerprint, done.control_messages) == (WeightVersion.STATE_COMMITTED, 7, 9)
     assert [(r.source, r.unhealthy, r.fingerprint) for r in done.replicas] == [("publisher", False, 7)]
 
 

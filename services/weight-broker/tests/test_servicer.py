@@ -24,7 +24,7 @@ LAYOUT = layout_pb.WeightLayout(tensors=[layout_pb.TensorSpec(name="w", shape=[3
 OTHER = layout_pb.WeightLayout(tensors=[layout_pb.TensorSpec(name="v", shape=[3], dtype="float32")])
 HASH, OTHERS = (layout_hash(from_message(layout)) for layout in (LAYOUT, OTHER))
 HANDLE = handles.seal("shm", {})
-REGION = layout_pb.RegionOffer(handle=HANDLE, transport="shm", generation=1)
+REGION = layout_pb.RegionOffer(handle=HANDLE, transport="shm", generation=1, plans=["a plan"])
 METHODS = pb.DESCRIPTOR.services_by_name["WeightBrokerService"].methods_by_name
 
 
@@ -159,6 +159,10 @@ async def test_inconsistent_messages_are_invalid_and_name_the_field(stub: Weight
         "request_id": begin(""),
         "model_id": begin(model_id="x" * 300),
         "publisher_epoch": begin(publisher_epoch=-1),
+        "plans must have 1 to 256": begin(regions=[layout_pb.RegionOffer(handle=HANDLE, transport="shm", plans=[""])]),
+        "rank 0 packs for 17 plans": begin(
+            regions=[layout_pb.RegionOffer(handle=HANDLE, transport="shm", plans=["p"] * 17)]
+        ),
     }
     for word, request in cases.items():
         code, _, text = await fails(stub.BeginVersion(request, timeout=5))
@@ -215,6 +219,16 @@ async def test_asking_about_a_model_does_not_create_it(stub: WeightBrokerService
     assert (await fails(stub.WatchVersion(request, timeout=5)))[0] is grpc.StatusCode.NOT_FOUND
     request = pb.DeregisterReplicaRequest(replica="a", model_id="m")
     assert not (await stub.DeregisterReplica(request, timeout=5)).found
+
+
+async def test_publishers_are_told_the_layouts_of_the_replicas_that_are_there(stub: WeightBrokerServiceStub) -> None:
+    for name in "ab":
+        await stub.RegisterReplica(register(name), timeout=5)
+    got = await stub.GetVersion(pb.GetVersionRequest(model_id="m"), timeout=5)
+    assert (list(got.target_layouts), got.last_epoch, got.HasField("version")) == ([HASH], 0, False)
+    for name in "ab":
+        await stub.DeregisterReplica(pb.DeregisterReplicaRequest(replica=name, model_id="m"), timeout=5)
+    assert (await fails(stub.GetVersion(pb.GetVersionRequest(model_id="m"), timeout=5)))[0] is grpc.StatusCode.NOT_FOUND
 
 
 async def test_a_replica_that_stays_away_is_told_to_register(stub: WeightBrokerServiceStub) -> None:

@@ -134,5 +134,5 @@ def test_control_messages_are_counted_and_do_not_depend_on_the_size_of_the_model
     for outcome in ("prepared", "committed"):
         for name in "ab":
             report(versions, name, 1, outcome)
-    # begin, three changes for the publisher, and per replica PREPARE, COMMIT and two acknowledgements
-    assert transaction.control_messages == 1 + 3 + 2 * 4
+    # two calls and three changes of the publisher, and per replica PREPARE, COMMIT and two acknowledgements
+    assert transaction.control_messages == 2 + 3 + 2 * 4

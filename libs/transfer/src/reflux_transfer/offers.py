@@ -21,6 +21,7 @@ def offer_to_json(offer: Offer) -> str:
         "kind": offer.kind,
         "seconds": max(0.0, offer.deadline - time.monotonic()),
         "regions": regions,
+        "packed": offer.route.packed,
         "source": "" if offer.route.same else canonical(offer.route.source).decode(),
     }
     return json.dumps(fields, separators=(",", ":"))
@@ -44,12 +45,13 @@ class OfferReader:
             for rank, handle, transport, generation in fields["regions"]
         )
         seconds = float(fields["seconds"])
-        deadline, route = time.monotonic() + seconds, self._routed(fields["source"])
+        deadline = time.monotonic() + seconds
+        route = self._routed(fields["source"], bool(fields["packed"]))
         version, epoch, kind = int(fields["version"]), int(fields["epoch"]), fields["kind"]
         return Offer(version, epoch, kind, regions, route, deadline, seconds)
 
-    def _routed(self, source: str) -> Route:
-        if self._route is None or source != self._source:
+    def _routed(self, source: str, packed: bool) -> Route:
+        if self._route is None or (source, packed) != (self._source, self._route.packed):
             layout = parse(source.encode()) if source else self.layout
-            self._route, self._source = Route(layout, self.layout, 0), source
+            self._route, self._source = Route(layout, self.layout, 0, packed=packed), source
         return self._route

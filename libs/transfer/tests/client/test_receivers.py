@@ -2,17 +2,30 @@
 
 import threading
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pytest
 
+from reflux_transfer.arenas.geometry import Packing
+from reflux_transfer.arenas.packing import packing
 from reflux_transfer.arenas.publisher import PublisherArenas
 from reflux_transfer.arenas.replica import ReplicaArenas
 from reflux_transfer.backends.base import TransferBackend
 from reflux_transfer.client.in_place import InPlaceReceiver
 from reflux_transfer.client.layouts import single_rank
-from reflux_transfer.client.offer import Kind, Offer, Prepared, Route, SourceRegion, Update, layout_of_rank
+from reflux_transfer.client.offer import (
+    PACKED,
+    Kind,
+    Offer,
+    Prepared,
+    Route,
+    SourceRegion,
+    Update,
+    is_packed,
+    layout_of_rank,
+)
 from reflux_transfer.client.puller import Puller
 from reflux_transfer.client.receiver import Receiver
 from reflux_transfer.client.swap import SwapReceiver
@@ -21,8 +34,11 @@ from reflux_transfer.handles import Scope
 from reflux_transfer.layout import Layout
 from reflux_transfer.registry import open_backend
 from reflux_weightplan.errors import PlanRefused
+from reflux_weightplan.expand import Expander
 from reflux_weightplan.mesh import Cut, Mesh, Placement
+from reflux_weightplan.plan import plan, plan_hash
 from reflux_weightplan.spec import SpecLayout, TensorSpec
+from reflux_weightplan.wire import layout_hash
 
 SHAPES = {"rows": (64, 96), "columns": (64, 96), "norm": (33,)}
 LAYOUT = Layout.from_shapes({name: (shape, "float32") for name, shape in SHAPES.items()})
@@ -36,9 +52,14 @@ def backend() -> Iterator[TransferBackend]:
     opened.close()
 
 
-def parallel(ranks: int) -> SpecLayout:
-    """One tensor cut along rows, one along columns in runs of a few hundred bytes, one on every rank."""
-    cuts = {"rows": Placement((Cut(0, "t"),)), "columns": Placement((Cut(1, "t"),)), "norm": Placement()}
+def parallel(ranks: int, *, rows_only: bool = False) -> SpecLayout:
+    """One tensor cut along rows, one along columns in runs of a few hundred bytes, one on every rank.
+
+    With `rows_only` all are cut along rows, the short one unevenly.
+    """
+    rows = Placement((Cut(0, "t"),))
+    cuts = {"rows": rows, "columns": Placement((Cut(1, "t"),)), "norm": Placement()}
+    cuts = dict.fromkeys(cuts, rows) if rows_only else cuts
     tensors = tuple(TensorSpec(name, SHAPES[name], "float32", cut) for name, cut in cuts.items())
     return SpecLayout(Mesh((("t", ranks),)), tensors)
 
@@ -72,12 +93,16 @@ def offer(
 
 
 def publish(
-    arenas: PublisherArenas, tensors: dict[str, np.ndarray], rank: int = 0, base: int | None = None
+    arenas: PublisherArenas,
+    tensors: dict[str, np.ndarray],
+    rank: int = 0,
+    base: int | None = None,
+    packings: Sequence[Packing] = (),
 ) -> SourceRegion:
-    staging = arenas.begin()
+    staging = arenas.begin(packings=packings)
     staging.write(tensors, base=base)
     arenas.pin(staging.generation)
-    return SourceRegion(rank, staging.offer(Scope("r")), arenas.transport, staging.generation)
+    return SourceRegion(rank, staging.offer(Scope("r")), arenas.transport, staging.generation, staging.plans)
 
 
 async def take(receiver: Receiver, offered: Offer) -> tuple[Prepared, Prepared]:
@@ -109,6 +134,55 @@ async def test_every_rank_gets_its_part_from_any_other_division(
         assert equal(found(receiver.arenas.view(receiver.arenas.live_index), layout), part(tensors, taking, rank))
         seen.add(prepared.fingerprint)
     assert len(seen) == 1, "ranks of one version have one fingerprint"
+
+
+@pytest.mark.parametrize("taking", [2, 8])
+async def test_packed_pieces_spare_the_bytes_that_nobody_wants(backend: TransferBackend, taking: int) -> None:
+    source, target = parallel(2, rows_only=True), parallel(taking)
+    planned, tensors = plan(source, target, PACKED), weights()
+    regions = []
+    for rank in range(2):
+        arenas = PublisherArenas(backend, layout_of_rank(source, rank))
+        extras = packing(planned.hash, Expander(planned).pieces(rank), arenas.layout)
+        halves = {name: np.array_split(value, 2, 0)[rank] for name, value in tensors.items()}
+        regions.append(publish(arenas, halves, rank, packings=[extras]))
+    assert is_packed(regions, layout_hash(source), layout_hash(target))
+    for packed in (False, True):
+        read, needed, seen = 0, 0, set()
+        for rank in range(taking):
+            layout = layout_of_rank(target, rank)
+            receiver = SwapReceiver(ReplicaArenas(layout, backend=backend), rank=rank, scope=Scope("r"))
+            offered = offer(regions, Route(source, target, rank, packed=packed))
+            prepared, _ = await take(receiver, offered)
+            assert equal(found(receiver.arenas.view(receiver.arenas.live_index), layout), part(tensors, taking, rank))
+            read, needed = read + prepared.report.bytes, needed + layout.parameter_bytes
+            seen.add(prepared.fingerprint)
+        assert len(seen) == 1
+        assert read == needed if packed else read > 0.7 * taking * needed, (read, needed)
+
+
+def test_sources_that_pack_for_others_or_in_part_are_read_by_the_plan_that_packs_nothing() -> None:
+    name = plan_hash("source", "target", PACKED)
+    with_it, without = (SourceRegion(0, b"", "shm", 1, plans) for plans in (("x", name), ("x",)))
+    assert is_packed([with_it, with_it], "source", "target")
+    assert not is_packed([with_it, without], "source", "target")
+    assert not is_packed([with_it], "source", "another target")
+
+
+def test_the_two_copies_of_a_shard_share_the_work() -> None:
+    """HSDP: a mesh of two copies of two shards; every rank of the target reads by itself, and nobody tells them who."""
+    shards = Placement((Cut(0, "shard", "chunk"),))
+    tensors = tuple(TensorSpec(f"w{number}", (64, 96), "float32", shards) for number in range(8))
+    source = SpecLayout(Mesh((("copy", 2), ("shard", 2))), tensors)
+    columns = Placement((Cut(1, "t"),))
+    target = SpecLayout(Mesh((("t", 2),)), tuple(TensorSpec(t.name, t.shape, t.dtype, columns) for t in tensors))
+    for packed in (False, True):
+        read = Counter[int]()
+        for rank in range(2):
+            for move in Route(source, target, rank, packed=packed).moves:
+                read[move.source_rank] += move.runs * move.run_bytes
+        assert sorted(read) == [0, 1, 2, 3]
+        assert set(read.values()) == {source.nbytes // 4}
 
 
 def test_layouts_that_do_not_go_together_have_no_route() -> None:

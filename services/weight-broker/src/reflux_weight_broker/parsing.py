@@ -9,6 +9,7 @@ from reflux.weight_broker.v1 import weight_layout_pb2 as layout_pb
 from reflux.weight_broker.v1 import weight_version_pb2 as version_pb
 from reflux_kit.errors import InvalidRequest
 from reflux_kit.scope import ADAPTERS, run_of
+from reflux_transfer.arenas.geometry import MAX_PACKINGS
 from reflux_transfer.client.offer import Kind, SourceRegion
 from reflux_transfer.client.wire import KINDS, MODES, from_region
 from reflux_transfer.errors import WrongHandle
@@ -136,6 +137,11 @@ def parse_regions(offers: Sequence[layout_pb.RegionOffer], model_id: str) -> tup
     """Regions that others may read: every handle is one of its transport and of the model's run."""
     for offer in offers:
         require_handle("regions", offer.handle, offer.transport, model_id)
+        if len(offer.plans) > MAX_PACKINGS:
+            text = f"regions: rank {offer.rank} packs for {len(offer.plans)} plans, at most {MAX_PACKINGS} are possible"
+            raise InvalidRequest(text, field="regions")
+        for plan in offer.plans:
+            require_name("plans", plan)
     return tuple(from_region(offer) for offer in offers)
 
 

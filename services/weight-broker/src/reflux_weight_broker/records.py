@@ -164,7 +164,9 @@ class Transaction:
     ended_at: float = 0.0
     error: str = ""
     bytes: int = 0
-    control_messages: int = 1
+    control_messages: int = 2
+    """Of which the publisher has asked for target layouts and begun the version."""
+
     fingerprint: int = 0
     witness: str = ""
     """Who reported the fingerprint first."""

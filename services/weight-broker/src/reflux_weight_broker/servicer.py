@@ -142,9 +142,10 @@ class WeightBrokerServicer(WeightBrokerServiceServicer):
     async def GetVersion(self, request: pb.GetVersionRequest, context: Context) -> pb.GetVersionResponse:
         model_id = parsing.require_name("model_id", request.model_id)
         version, last_epoch = await self._coordinator.get(model_id, parsing.require_count("epoch", request.epoch))
-        if version is None and (request.epoch or not last_epoch):
+        targets = {replica.tensors.hash: None for replica in self._coordinator.replicas(model_id)}
+        if version is None and (request.epoch or not (last_epoch or targets)):
             raise NotFound(f"model {model_id} has no version" + (f" of epoch {request.epoch}" if request.epoch else ""))
-        return pb.GetVersionResponse(version=version, last_epoch=last_epoch)
+        return pb.GetVersionResponse(version=version, last_epoch=last_epoch, target_layouts=targets)
 
     async def ListReplicas(self, request: pb.ListReplicasRequest, context: Context) -> pb.ListReplicasResponse:
         replicas = self._coordinator.replicas(request.model_id)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
+import xxhash
 
 from reflux_transfer.errors import LayoutError
 from reflux_transfer.layout import SLICE_BYTES, Layout, Piece, TensorSlot, aligned
@@ -14,6 +15,11 @@ HEADER_BYTES = 4096
 ROW_WORDS = 5
 NOT_PACKED = (1 << 64) - 1
 MAX_PACKINGS = 16
+
+
+def plan_tag(plan_hash: str) -> int:
+    """A plan's hash as a word."""
+    return xxhash.xxh3_64_intdigest(plan_hash.encode())
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +61,16 @@ class Extra:
 
 @dataclass(frozen=True)
 class Packing:
-    """The extras of one plan; `tag` names the plan, places count from the start of its share of the pack area."""
+    """The extras of one plan, named by its hash; places count from the start of its share of the pack area."""
 
-    tag: int
+    plan: str
     extras: tuple[Extra, ...]
     pack_bytes: int = 0
+
+    @property
+    def tag(self) -> int:
+        """How an arena's header names the plan."""
+        return plan_tag(self.plan)
 
 
 @dataclass(frozen=True)

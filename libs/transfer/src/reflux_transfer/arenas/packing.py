@@ -4,7 +4,6 @@ from collections import defaultdict
 from typing import TYPE_CHECKING
 
 import numpy as np
-import xxhash
 
 from reflux_transfer.arenas.geometry import NOT_PACKED, Extra, Gather, Packing
 from reflux_transfer.layout import SLICE_BYTES, Layout, TensorSlot
@@ -13,11 +12,6 @@ from reflux_weightplan.dtypes import ITEM_BYTES
 if TYPE_CHECKING:
     from reflux_weightplan.sides import Side
     from reflux_weightplan.transfers import Pieces
-
-
-def plan_tag(plan_hash: str) -> int:
-    """How an arena names a plan."""
-    return xxhash.xxh3_64_intdigest(plan_hash.encode())
 
 
 def packing(plan_hash: str, pieces: "Pieces", layout: Layout, slice_bytes: int = SLICE_BYTES) -> Packing:
@@ -33,7 +27,7 @@ def packing(plan_hash: str, pieces: "Pieces", layout: Layout, slice_bytes: int =
         gathers[piece].append(Gather(offset, run_bytes, runs, pitch if runs > 1 else 0))
         places.setdefault(piece, NOT_PACKED if pack_offset < 0 else pack_offset)
     extras = tuple(Extra(tuple(found), places[piece]) for piece, found in gathers.items())
-    return Packing(plan_tag(plan_hash), extras, pieces.pack_bytes)
+    return Packing(plan_hash, extras, pieces.pack_bytes)
 
 
 def rank_layout(side: "Side", rank: int) -> Layout:

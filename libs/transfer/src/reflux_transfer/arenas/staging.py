@@ -50,12 +50,15 @@ class Staging:
         geometry: Geometry,
         view: memoryview,
         describe: Callable[[Scope], bytes],
+        plans: tuple[str, ...] = (),
     ) -> None:
         self.generation = header.generation
         self.seconds = 0.0
         """How long `write` took."""
         self.delta: Encoded | None = None
         """The delta that lies in the arena beside the weights."""
+        self.plans = plans
+        """Hashes of the plans of other layouts that it is staged for."""
         self._owner, self._header, self._geometry, self._view, self._describe = owner, header, geometry, view, describe
         self._tensors = view[geometry.tensors_offset :]
         self._lock = threading.Lock()

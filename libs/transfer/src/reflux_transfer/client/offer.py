@@ -10,15 +10,18 @@ from reflux_transfer.layout import Layout
 from reflux_transfer.pulling.report import PullReport
 from reflux_transfer.pulling.whole import Move, WholeTensor
 from reflux_weightplan.expand import Expander
-from reflux_weightplan.plan import PlanOptions, plan
+from reflux_weightplan.plan import PlanOptions, plan, plan_hash
 from reflux_weightplan.sides import Side
 from reflux_weightplan.spec import SpecLayout
 from reflux_weightplan.wire import layout_hash
 
 Kind = Literal["full", "delta", "adapter"]
 
+PACKED = PlanOptions(relay="direct")
+"""How publishers plan for the layouts of the replicas that they know of, and those replicas for themselves."""
+
 _PLAIN = PlanOptions(relay="direct", pack_below=0, max_runs=1 << 62)
-"""Packs nothing: a publisher does not know the layouts of its replicas and stages for none of them."""
+"""Packs nothing, and so works with every source: covering pieces are read where only parts are wanted."""
 
 
 @dataclass(frozen=True)
@@ -29,13 +32,22 @@ class SourceRegion:
     handle: bytes = field(repr=False)
     transport: str
     generation: int
+    plans: tuple[str, ...] = ()
+    """Hashes of the plans (with `PACKED`) of other layouts that it is staged for."""
 
 
 class Route:
     """How one source layout's bytes reach the region of one rank of a target layout. Immutable, slow to make."""
 
-    def __init__(self, source: SpecLayout, target: SpecLayout, rank: int) -> None:
-        """Raises `PlanRefused` or `LayoutRefused` where the layouts do not go together."""
+    def __init__(self, source: SpecLayout, target: SpecLayout, rank: int, *, packed: bool = False) -> None:
+        """`packed`: the source has packed pieces for the target, see `is_packed`.
+
+        Raises `PlanRefused` or `LayoutRefused` where the layouts do not go together.
+        """
+        self.packed = packed
+        self.plan_hash = ""
+        """Of the plan that packed moves come from."""
+
         self.same = layout_hash(source) == layout_hash(target)
         """Whether the source's rank of the same number holds the same tensors at the same places."""
 
@@ -47,7 +59,9 @@ class Route:
             slots = layout_of_rank(target, rank).slots
             self.moves = tuple(WholeTensor(slot.name, slot.offset, slot.offset, slot.nbytes, rank) for slot in slots)
         else:
-            self.moves = tuple(Expander(plan(source, target, _PLAIN)).transfers(rank))
+            planned = plan(source, target, PACKED if packed else _PLAIN)
+            self.plan_hash = planned.hash if packed else ""
+            self.moves = tuple(Expander(planned).transfers(rank))
 
 
 @dataclass(frozen=True)
@@ -95,6 +109,12 @@ class Update:
     index: int
     buffer: memoryview
     fill: Callable[[], None] | None = None
+
+
+def is_packed(regions: Sequence[SourceRegion], source_hash: str, target_hash: str) -> bool:
+    """Whether all ranks of a source have what they pack for a reader of the target's layout."""
+    wanted = plan_hash(source_hash, target_hash, PACKED)
+    return all(wanted in region.plans for region in regions)
 
 
 def layout_of_rank(layout: SpecLayout, rank: int) -> Layout:

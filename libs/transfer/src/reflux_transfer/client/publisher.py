@@ -17,16 +17,13 @@ from reflux_transfer.arenas.staging import Cast, Staging, copy
 from reflux_transfer.client import wire
 from reflux_transfer.client.announcer import CALL_SECONDS, Announcer, PublisherFenced, PublishRefused
 from reflux_transfer.client.layouts import single_rank
-from reflux_transfer.client.leases import keep_leases
 from reflux_transfer.client.offer import Kind, SourceRegion
+from reflux_transfer.client.rank import PublisherRank, patience
 from reflux_transfer.errors import TransferError
 from reflux_weightplan.spec import SpecLayout
 from reflux_weightplan.wire import layout_hash
 
 __all__ = ["BrokerPublisher", "PublishAborted", "PublishRefused", "Published", "PublisherFenced", "Publishing"]
-
-_SLACK_SECONDS = 5.0
-_SYNC = "sync"
 
 
 class PublishAborted(TransferError, RuntimeError):
@@ -80,8 +77,7 @@ class Publishing:
 
     def close(self) -> None:
         """Gives the version up unless it was finished; replicas see the staging fail at once."""
-        self._owner.release(self.staging.generation)
-        self.staging.fail("the publisher gave the version up")
+        self._owner.give_up(self.staging)
 
     async def __aenter__(self) -> "Publishing":
         return self
@@ -114,20 +110,17 @@ class BrokerPublisher:
         layout: SpecLayout | None = None,
         secret: str = "",
     ) -> None:
-        """`layout` is that of all ranks of the publisher; without it this process is the only one.
+        """`layout` is that of all ranks of the publisher, `arenas` are those of rank 0: this process. Without it there
+        are no others.
 
         With the stack's `secret` the handles are signed, see `wire.scope_of`.
         """
-        self._model_id, self._arenas = model_id, arenas
-        self._layout = layout or single_rank(arenas.layout)
+        self._model_id, self._layout = model_id, layout or single_rank(arenas.layout)
+        self._rank = PublisherRank(channel, model_id, arenas, layout=self._layout, secret=secret)
         self._announcer = Announcer(channel, model_id, self._layout)
-        self._scope = wire.scope_of(model_id, secret)
         self._replay = True
         self._committed: tuple[int, int] = (0, 0)
         """Epoch and generation that are pinned."""
-
-        self._open: Publishing | None = None
-        self._leases: asyncio.Task[None] | None = None
 
     def restored(self, epoch: int = 0) -> None:
         """The weights came from a checkpoint of `epoch`: the next version may be lower than the committed one."""
@@ -149,90 +142,78 @@ class BrokerPublisher:
 
         They have the timeout to prepare, the writing included, and again to commit. A delta starts from the version
         that this publisher committed last, without one it is published in full; `base_epoch` is that of an adapter.
-        `others` are the regions of the publisher's other ranks, this process being rank 0.
+        `others` are the regions that the publisher's other ranks have claimed for it (`PublisherRank`), in their order.
 
         Raises `ArenasBusy`, `PublishRefused`, `PublisherFenced`, or `AioRpcError` when the broker stays away.
         """
-        arenas = self._arenas
-        if self._open:
-            self._open.close()  # a version that nobody finished
         started = time.monotonic()
-        staging = await asyncio.to_thread(arenas.begin, sync_timeout_seconds)
-        seconds = 2 * sync_timeout_seconds + _SLACK_SECONDS
-        arenas.lease(staging.generation, _SYNC, seconds)
+        staging = await self._rank.claim(sync_timeout_seconds)
         committed_epoch, base = self._committed
         kind = "full" if kind == "delta" and not base else kind
-        region = SourceRegion(0, staging.offer(self._scope), arenas.transport, staging.generation)
         request = pb.BeginVersionRequest(
             request_id=request_id or str(uuid.uuid4()),
             model_id=self._model_id,
             version=version,
             replay=self._replay,
             layout_hash=layout_hash(self._layout),
-            regions=[wire.to_region(each) for each in (region, *others)],
+            regions=[wire.to_region(each) for each in (self._rank.region(staging), *others)],
             kind=wire.KINDS[kind],
             base_epoch=committed_epoch if kind == "delta" else base_epoch,
             probe_token_ids=probe_token_ids,
             sync_timeout_seconds=sync_timeout_seconds,
             min_replicas=min_replicas,
         )
-        begun = _Begun(request, WeightVersion(), started, started + seconds, False)
+        begun = _Begun(request, WeightVersion(), started, started + patience(sync_timeout_seconds), False)
         publishing = Publishing(self, staging, begun, base if kind == "delta" else None)
         try:
             begun.version, begun.repeated = await self._announcer.announce(request, begun.end)
         except (TransferError, AioRpcError, asyncio.CancelledError):
             publishing.close()
             raise
-        self._open = publishing
-        if self._leases is None:
-            self._leases = asyncio.create_task(keep_leases(self._announcer.stub, self._model_id, "", arenas))
         return publishing
 
     async def finish(self, publishing: Publishing, begun: _Begun) -> Published:
         """For `Publishing.finish`."""
-        generation = publishing.staging.generation
+        staging, committed = publishing.staging, False
         try:
             with span("weights.publish", version=begun.request.version):
                 outcome = await self._announcer.settle(begun.request, begun.version, begun.end)
-            return self._published(outcome, begun, generation, publishing.staging.seconds)
+            committed = outcome.state == WeightVersion.STATE_COMMITTED
         finally:
-            self.release(generation)
+            self._rank.settle(staging, committed=committed and not begun.repeated)
+        if not committed:
+            version = begun.request.version
+            raise PublishAborted(f"epoch {outcome.epoch} (version {version}) was aborted: {outcome.error}")
+        if not begun.repeated:
+            self._committed = outcome.epoch, staging.generation
+        self._replay = False
+        return _published(outcome, begun, staging.seconds)
 
-    def release(self, generation: int) -> None:
-        """Ends this publisher's own lease on a generation."""
-        self._arenas.release(generation, _SYNC)
-        self._open = None
+    def give_up(self, staging: Staging) -> None:
+        """For `Publishing.close`."""
+        self._rank.settle(staging, committed=False)
 
     async def close(self) -> None:
         """Stops listening to leases; the arenas stay."""
-        if self._leases:
-            self._leases.cancel()
-            await asyncio.gather(self._leases, return_exceptions=True)
-            self._leases = None
+        await self._rank.close()
 
     async def report_probe(self, epoch: int, logprobs: Sequence[float]) -> None:
         """The learner's log-probs of the probe prompt under an epoch; replicas that differ become unhealthy."""
         request = pb.ReportProbeRequest(model_id=self._model_id, epoch=epoch, logprobs=logprobs)
         await self._announcer.stub.ReportProbe(request, timeout=CALL_SECONDS)
 
-    def _published(self, outcome: WeightVersion, begun: _Begun, generation: int, stage_seconds: float) -> Published:
-        version = begun.request.version
-        if outcome.state != WeightVersion.STATE_COMMITTED:
-            raise PublishAborted(f"epoch {outcome.epoch} (version {version}) was aborted: {outcome.error}")
-        if not begun.repeated:
-            self._arenas.pin(generation)
-            self._committed = outcome.epoch, generation
-        self._replay = False
-        return Published(
-            version,
-            outcome.epoch,
-            stage_seconds,
-            time.monotonic() - begun.started,
-            outcome.prepare_seconds,
-            max((replica.transfer_seconds for replica in outcome.replicas), default=0.0),
-            outcome.commit_seconds,
-            outcome.bytes,
-            tuple(outcome.replicas),
-            outcome.fingerprint,
-            outcome.control_messages,
-        )
+
+def _published(outcome: WeightVersion, begun: _Begun, stage_seconds: float) -> Published:
+    return Published(
+        begun.request.version,
+        outcome.epoch,
+        stage_seconds,
+        time.monotonic() - begun.started,
+        outcome.prepare_seconds,
+        max((replica.transfer_seconds for replica in outcome.replicas), default=0.0),
+        outcome.commit_seconds,
+        outcome.bytes,
+        tuple(outcome.replicas),
+        outcome.fingerprint,
+        outcome.control_messages,
+    )

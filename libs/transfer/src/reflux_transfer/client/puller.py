@@ -66,7 +66,8 @@ class Puller:
                 if not offer.route.same or len(sources) != 1:
                     raise BaseMismatch("the delta is between arenas of another layout than this replica's")
                 return follow_delta(backend, sources[0], local, base, deadline_seconds=left, cancelled=cancelled)
-            return follow(backend, sources, local, offer.route.moves, deadline_seconds=left, cancelled=cancelled)
+            moves, named = offer.route.moves, offer.route.plan_hash
+            return follow(backend, sources, local, moves, deadline_seconds=left, cancelled=cancelled, plan_hash=named)
 
     def await_sealed(self, offer: Offer, cancelled: Callable[[], bool]) -> int:
         """Waits until all of an offer's regions are complete; returns the version's fingerprint, pulls nothing.

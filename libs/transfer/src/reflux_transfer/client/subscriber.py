@@ -17,7 +17,7 @@ from reflux_kit.errors import reason_of
 from reflux_kit.telemetry import span
 from reflux_transfer.client import wire
 from reflux_transfer.client.leases import keep_leases
-from reflux_transfer.client.offer import Offer, Prepared, Route, SourceRegion
+from reflux_transfer.client.offer import Offer, Prepared, Route, SourceRegion, is_packed
 from reflux_transfer.client.receiver import Apply, Receiver
 from reflux_transfer.errors import ReadCancelled, TransferError
 from reflux_weightplan.spec import SpecLayout
@@ -69,7 +69,7 @@ class BrokerSubscriber:
         self._incarnation = str(uuid.uuid4())
         self._receiver, self._apply, self._probe = receiver, apply, probe
         self._judged = judged
-        self._routes: dict[str, Route] = {}
+        self._routes: dict[tuple[str, bool], Route] = {}
         self._pull: asyncio.Task[None] | None = None
         self._probing: asyncio.Task[None] | None = None
         self._leases: asyncio.Task[None] | None = None
@@ -199,13 +199,15 @@ class BrokerSubscriber:
     async def _offer(self, event: pb.WatchVersionsResponse, regions: tuple[SourceRegion, ...]) -> Offer:
         seconds = event.timeout_seconds or _PULL_SECONDS
         deadline, name = time.monotonic() + seconds, event.layout_hash
-        if name not in self._routes:
+        packed = is_packed(regions, name, self._hash)
+        if (name, packed) not in self._routes:
             source = self._layout if name == self._hash else await wire.get_layout(self._stub, name)
             while len(self._routes) >= _ROUTES:
                 self._routes.pop(next(iter(self._routes)))
-            self._routes[name] = await asyncio.to_thread(Route, source, self._layout, self._rank)
+            made = await asyncio.to_thread(Route, source, self._layout, self._rank, packed=packed)
+            self._routes[name, packed] = made
         kind, version = wire.kind_of(event.kind), event.version
-        route = self._routes[name]
+        route = self._routes[name, packed]
         return Offer(version.version, version.epoch, kind, regions, route, deadline, seconds)
 
     async def _commit(self, epoch: int, probe_token_ids: Sequence[int]) -> None:

@@ -49,6 +49,7 @@ _REASONS: dict[type[Exception], pb.AckVersionRequest.Reason.ValueType] = {
     errors.ReadDeadlineExceeded: pb.AckVersionRequest.REASON_DEADLINE,
     errors.BaseMismatch: pb.AckVersionRequest.REASON_BASE_MISMATCH,
     errors.LayoutError: pb.AckVersionRequest.REASON_LAYOUT,
+    errors.PlanNotStaged: pb.AckVersionRequest.REASON_LAYOUT,
     WeightPlanError: pb.AckVersionRequest.REASON_LAYOUT,
 }
 
@@ -73,13 +74,17 @@ def failure_of(error: Exception) -> pb.AckVersionRequest.Reason.ValueType:
 def to_region(region: SourceRegion) -> layout_pb.RegionOffer:
     """The wire form of a region that others may read."""
     return layout_pb.RegionOffer(
-        rank=region.rank, handle=region.handle, transport=region.transport, generation=region.generation
+        rank=region.rank,
+        handle=region.handle,
+        transport=region.transport,
+        generation=region.generation,
+        plans=region.plans,
     )
 
 
 def from_region(offer: layout_pb.RegionOffer) -> SourceRegion:
     """The inverse."""
-    return SourceRegion(offer.rank, offer.handle, offer.transport, offer.generation)
+    return SourceRegion(offer.rank, offer.handle, offer.transport, offer.generation, tuple(offer.plans))
 
 
 async def put_layout(stub: "WeightBrokerServiceAsyncStub", layout: SpecLayout) -> str:

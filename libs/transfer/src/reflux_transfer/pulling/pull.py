@@ -7,7 +7,7 @@ import numpy as np
 import xxhash
 
 from reflux_transfer import fingerprint
-from reflux_transfer.arenas.packing import plan_tag
+from reflux_transfer.arenas.geometry import plan_tag
 from reflux_transfer.backends.base import TransferBackend
 from reflux_transfer.errors import ChecksumMismatch
 from reflux_transfer.pulling.source import ArenaReader, discard

@@ -584,21 +584,27 @@ class GetVersionResponse(_message.Message):
 
     VERSION_FIELD_NUMBER: _builtins.int
     LAST_EPOCH_FIELD_NUMBER: _builtins.int
+    TARGET_LAYOUTS_FIELD_NUMBER: _builtins.int
     last_epoch: _builtins.int
     """Highest epoch that was ever begun: the token of the next publisher."""
     @_builtins.property
     def version(self) -> _weight_version_pb2.WeightVersion:
-        """The version as stored; unset when epoch 0 was asked for and nothing is committed."""
+        """The version as stored; unset when epoch 0 was asked for and nothing is committed yet."""
+
+    @_builtins.property
+    def target_layouts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Hashes of the layouts of the replicas that are registered, each once: a publisher packs for those that are not its own."""
 
     def __init__(
         self,
         *,
         version: _weight_version_pb2.WeightVersion | None = ...,
         last_epoch: _builtins.int = ...,
+        target_layouts: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["last_epoch", b"last_epoch", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["last_epoch", b"last_epoch", "target_layouts", b"target_layouts", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -252,6 +252,7 @@ class RegionOffer(_message.Message):
     HANDLE_FIELD_NUMBER: _builtins.int
     TRANSPORT_FIELD_NUMBER: _builtins.int
     GENERATION_FIELD_NUMBER: _builtins.int
+    PLANS_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     """Rank of the layout."""
     handle: _builtins.bytes
@@ -260,6 +261,10 @@ class RegionOffer(_message.Message):
     """Transport of the handle."""
     generation: _builtins.int
     """Generation that the region's header has to show."""
+    @_builtins.property
+    def plans(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Hashes of the plans for readers of other layouts whose packed pieces lie there; at most 16."""
+
     def __init__(
         self,
         *,
@@ -267,10 +272,11 @@ class RegionOffer(_message.Message):
         handle: _builtins.bytes = ...,
         transport: _builtins.str = ...,
         generation: _builtins.int = ...,
+        plans: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "handle", b"handle", "rank", b"rank", "transport", b"transport"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "handle", b"handle", "plans", b"plans", "rank", b"rank", "transport", b"transport"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
