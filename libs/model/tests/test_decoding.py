@@ -1,5 +1,7 @@
 """Continuous batching: rows come and go, and no row notices."""
 
+import dataclasses
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -143,3 +145,18 @@ def test_a_segment_that_does_not_fit_is_refused() -> None:
     for segment in (Segment(0, 0, []), Segment(0, 2, [3, 4, 5])):
         with pytest.raises(ValueError, match="4 positions"):
             extend(PARAMS, CONFIG, [segment], cache)
+
+
+def test_a_slot_has_memory_for_what_is_written_only_and_gives_it_back() -> None:
+    config = dataclasses.replace(CONFIG, head_size=64, max_positions=1 << 20)
+    cache = SlotCache(config, num_slots=50, max_length=1 << 20)  # 50 GB of addresses
+    for slot in (0, 7):
+        cache.keys[:, slot, :, :4096] = 3.0
+        cache.values[:, slot, :, :4096] = 4.0
+    cache.trim(7, 64)
+    for memory, value in ((cache.keys, 3.0), (cache.values, 4.0)):
+        assert bool((memory[:, 0, :, :4096] == value).all()), "others keep theirs"
+        assert bool((memory[:, 7, :, :64] == value).all())
+        assert not memory[:, 7, :, 128:4096].any()
+    cache.trim(0, 0)
+    assert not cache.keys[:, 0, :, :4096].any()

@@ -13,13 +13,24 @@ class Harness:
     """An engine core whose events are kept by request."""
 
     def __init__(
-        self, folder, *, max_rows=16, kv="refresh", decode=None, prefill_tokens=64, blocks=64, sharpen=8.0, **core
+        self,
+        folder,
+        *,
+        max_rows=16,
+        kv="refresh",
+        decode=None,
+        prefill_tokens=64,
+        blocks=64,
+        kv_tokens=0,
+        sharpen=8.0,
+        **core,
     ):
         self.config, params = load_folder(folder)
         self.params = sharpened(params, sharpen)
         options = CoreOptions(
             max_rows=max_rows,
             max_model_len=96,
+            kv_tokens=kv_tokens or 96 * max_rows,
             prefill_tokens_per_step=prefill_tokens,
             prefix_blocks=blocks,
             kv_after_swap=kv,

@@ -192,3 +192,19 @@ def test_token_streaming_delivers_every_token_before_the_sample(model_folder):
         deltas = [delta for delta in engine.deltas["s"] if delta.index == sample.index]
         assert [delta.token_id for delta in deltas] == sample.token_ids
         assert [delta.logprob for delta in deltas] == pytest.approx(sample.logprobs)
+
+
+def test_rows_share_a_memory_that_is_smaller_than_all_of_them(model_folder):
+    engine = Harness(model_folder, max_rows=16, kv_tokens=100)
+    groups = random_groups(12, seed=6)
+    most = 0
+    for one in groups:
+        engine.core.submit(one)
+    while engine.core.step():
+        most = max(most, engine.core.batcher.num_active)
+        assert sum(engine.core._memory._held) <= 100
+    assert 3 < most < 16
+    for one in groups:
+        samples = [engine.samples[one.request_id][i] for i in range(one.num_samples)]
+        alone = Harness(model_folder).run(one)[0]
+        assert [sample.token_ids for sample in samples] == [sample.token_ids for sample in alone]

@@ -18,7 +18,7 @@ from reflux_transfer import fingerprint
 
 def new_loop(folder, *, max_rows=8, max_open_samples=64, on_failure=lambda reason: None):
     config, params = load_folder(folder)
-    options = CoreOptions(max_rows=max_rows, max_model_len=96)
+    options = CoreOptions(max_rows=max_rows, max_model_len=96, kv_tokens=96 * max_rows)
     return EngineLoop(
         lambda deliver: EngineCore(config, Weights(params, 0, 0), options, deliver, eos_ids=[1]),
         max_open_samples=max_open_samples,

@@ -1,11 +1,13 @@
-"""Key/value memory of sequences that are being decoded: one preallocated slot per sequence."""
+"""Key/value memory of sequences that are being decoded: one slot per sequence, as large as what is written into it."""
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from reflux_model.config import ModelConfig
+from reflux_model.pages import LazyPages
 
 
 @dataclass(frozen=True)
@@ -32,8 +34,10 @@ class PrefixKV:
 
 
 class SlotCache:
-    """Preallocated keys and values for `num_slots` sequences of up to `max_length` positions.
+    """Keys and values of `num_slots` sequences of up to `max_length` positions.
 
+    A slot takes address space for its whole length, and on the host memory only for positions that were written; `trim`
+    gives it back. So a slot is one piece for attention, which a block table would have to gather in every step.
     The cache does not know which slots are in use and holds no lengths: the caller (a batch scheduler) does, and says
     for each decode step which slot and position every row has. A slot needs no clearing: a row sees positions up to its
     own only.
@@ -51,8 +55,14 @@ class SlotCache:
         if num_slots < 1 or max_length < 1:
             raise ValueError(f"a cache needs slots and positions, got {num_slots} x {max_length}")
         shape = (config.num_layers, num_slots, config.num_kv_heads, max_length, config.head_size)
-        self.keys = torch.zeros(shape, dtype=dtype, device=device)
-        self.values = torch.zeros(shape, dtype=dtype, device=device)
+        self._pages: list[LazyPages] = []
+        self.keys, self.values = (self._memory(shape, dtype, torch.device(device)) for _ in range(2))
+
+    def _memory(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        if device.type != "cpu":
+            return torch.zeros(shape, dtype=dtype, device=device)
+        self._pages.append(LazyPages(math.prod(shape) * dtype.itemsize))
+        return self._pages[-1].tensor(dtype).view(shape)
 
     @property
     def num_slots(self) -> int:
@@ -64,10 +74,17 @@ class SlotCache:
         """Positions per slot."""
         return self.keys.shape[3]
 
-    @property
-    def num_bytes(self) -> int:
-        """Memory of keys and values."""
-        return 2 * self.keys.numel() * self.keys.element_size()
+    def trim(self, slot: int, length: int) -> None:
+        """Gives back the memory of a slot behind its first `length` positions; what lay there is lost."""
+        layers, slots, heads, positions, size = self.keys.shape
+        position = size * self.keys.element_size()
+        head = positions * position
+        firsts = [(layer * slots + slot) * heads * head for layer in range(layers)]
+        if length:
+            firsts = [first + number * head for first in firsts for number in range(heads)]
+        width = head if length else heads * head
+        for pages in self._pages:
+            pages.free((first + length * position, first + width) for first in firsts)
 
     def insert(self, prefix: PrefixKV, rows: Tensor, slots: Tensor) -> None:
         """Copies sequence `rows[i]` of `prefix` into slot `slots[i]` (int64); one row may go to many slots.

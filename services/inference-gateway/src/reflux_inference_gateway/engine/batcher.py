@@ -25,6 +25,8 @@ class Seat:
 
     request_id: str
     sample_index: int
+    tokens: int
+    """Prompt and all that it may generate."""
 
 
 @dataclass(frozen=True)
@@ -61,10 +63,13 @@ class Batcher:
 
     max_rows: int
     prefill_tokens_per_step: int
+    max_tokens: int
+    """That the rows may have together; at least as many as one sample can have."""
     _rows: list[Seat] = field(default_factory=list)
     _queue: deque[_Waiting] = field(default_factory=deque)
     _waiting_samples: int = 0
     _waiting_tokens: int = 0
+    _seated_tokens: int = 0
 
     @property
     def num_active(self) -> int:
@@ -92,19 +97,19 @@ class Batcher:
         self._waiting_tokens += ticket.prompt_tokens + ticket.num_samples * ticket.max_tokens
 
     def admit(self) -> list[Admission]:
-        """Seats waiting samples in free rows.
+        """Seats waiting samples in free rows, as many as fit `max_tokens` with all that they may generate.
 
-        Takes at least one group when a row is free, and no further one once the prompts of this step exceed
+        Takes at least one sample when there is room, and no further group once the prompts of this step exceed
         `prefill_tokens_per_step`: running sequences wait for a prefill.
         """
         admissions: list[Admission] = []
         prompt_tokens = 0
-        while self._queue and len(self._rows) < self.max_rows:
+        while self._queue and (room := self._room(self._queue[0].ticket)):
             head = self._queue[0]
             if admissions and prompt_tokens + head.ticket.prompt_tokens > self.prefill_tokens_per_step:
                 break
             prompt_tokens += head.ticket.prompt_tokens
-            admissions.append(self._seat_samples(head))
+            admissions.append(self._seat_samples(head, room))
             if head.next_sample == head.ticket.num_samples:
                 self._queue.popleft()
         return admissions
@@ -112,6 +117,7 @@ class Batcher:
     def release(self, rows: Iterable[int]) -> list[Move]:
         """Frees rows and closes the holes. No row is both source and target, so that moves can be done at once."""
         freed = set(rows)
+        self._seated_tokens -= sum(self._rows[row].tokens for row in freed)
         remaining = len(self._rows) - len(freed)
         holes = sorted(row for row in freed if row < remaining)
         survivors = [row for row in range(remaining, len(self._rows)) if row not in freed]
@@ -132,10 +138,16 @@ class Batcher:
                 break
         return rows, dropped
 
-    def _seat_samples(self, head: _Waiting) -> Admission:
-        count = min(self.max_rows - len(self._rows), head.ticket.num_samples - head.next_sample)
+    def _room(self, ticket: Ticket) -> int:
+        each = ticket.prompt_tokens + ticket.max_tokens
+        return min(self.max_rows - len(self._rows), (self.max_tokens - self._seated_tokens) // each)
+
+    def _seat_samples(self, head: _Waiting, room: int) -> Admission:
+        count = min(room, head.ticket.num_samples - head.next_sample)
         admission = Admission(head.ticket, head.next_sample, count, len(self._rows))
-        self._rows += [Seat(head.ticket.request_id, head.next_sample + offset) for offset in range(count)]
+        tokens = head.ticket.prompt_tokens + head.ticket.max_tokens
+        self._rows += [Seat(head.ticket.request_id, head.next_sample + offset, tokens) for offset in range(count)]
+        self._seated_tokens += count * tokens
         self._drop_waiting(head, count)
         head.next_sample += count
         return admission

@@ -15,6 +15,7 @@ from reflux_inference_gateway.engine.filler import Filler
 from reflux_inference_gateway.engine.prefix_store import PrefixStore
 from reflux_inference_gateway.engine.prompts import Leaders, Prompts
 from reflux_inference_gateway.engine.refresh import PauseMeter, SwapFigures
+from reflux_inference_gateway.engine.row_memory import RowMemory
 from reflux_inference_gateway.engine.rows import Drawn, RowIndex, Rows
 from reflux_inference_gateway.engine.sequences import Sequence, start_sequence
 from reflux_inference_gateway.engine.served import CoreOptions, Scored, Weights
@@ -50,7 +51,7 @@ class EngineCore:
         `settled` is called there with the figures of each swap, once all rows decode again.
         """
         self.options = options
-        self.batcher = Batcher(options.max_rows, options.prefill_tokens_per_step)
+        self.batcher = Batcher(options.max_rows, options.prefill_tokens_per_step, options.kv_tokens)
         self.weights = weights
         self.generated_tokens = 0
         self.pause = PauseMeter(settled)
@@ -62,6 +63,7 @@ class EngineCore:
         self._decode = decode
         dtype = weights.params["model.embed_tokens.weight"].dtype
         self._cache = SlotCache(config, options.max_rows, options.max_model_len, dtype=dtype)
+        self._memory = RowMemory(self._cache, self.batcher)
         self._rows = Rows(options.max_rows, options.max_model_len)
         self.prompts = Prompts(self._cache, PrefixStore(config, options.prefix_blocks, dtype))
         self.filler = Filler(
@@ -184,6 +186,8 @@ class EngineCore:
         return self._accept(drawn, rows)
 
     def _admit(self, admissions: list[Admission]) -> None:
+        if admissions:
+            self._memory.update()
         leaders: Leaders = {}
         for admission in admissions:
             ticket, first, row = admission.ticket, admission.first, admission.row
@@ -249,3 +253,4 @@ class EngineCore:
         span = int(self._rows.positions_B[sources].max()) + 1
         self._rows.move(sources, targets)
         self._cache.move(sources, targets, span)
+        self._memory.update()

@@ -117,7 +117,7 @@ def _mode(settings: EngineSettings, config: ModelConfig, layout: Layout, options
 def kv_bytes(config: ModelConfig, options: CoreOptions, dtype: str) -> int:
     """Memory of the KV cache and of the prompts that are kept."""
     block = block_bytes(config, getattr(torch, dtype).itemsize)
-    return block * options.max_model_len * options.max_rows // BLOCK_TOKENS + block * options.prefix_blocks
+    return block * (options.kv_tokens // BLOCK_TOKENS + options.prefix_blocks)
 
 
 def _available_bytes() -> int:

@@ -14,6 +14,9 @@ from reflux_model.config import ModelConfig
 from reflux_model.errors import ModelFolderError, ParameterMismatchError, UnsupportedModelError
 from reflux_model.folder import load_folder
 
+_ADDRESS_SPACE_BYTES = 1 << 42
+"""Of the KV cache: every row has addresses for the longest sequence, whatever it holds."""
+
 
 @dataclass(frozen=True)
 class LoadedModel:
@@ -40,21 +43,22 @@ def load_model(settings: EngineSettings) -> LoadedModel:
 
 
 def core_options(settings: EngineSettings, config: ModelConfig) -> CoreOptions:
-    """Rows and length that fit the KV budget; raises StartupError when not even one sequence does."""
+    """Rows, lengths and tokens that fit the KV budget; raises StartupError when not even one sequence does."""
     length = min(settings.max_model_len or config.max_positions, config.max_positions)
-    element_bytes = getattr(torch, settings.dtype).itemsize
-    row_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_size * element_bytes * length
-    rows = min(settings.max_rows, settings.kv_budget_bytes // row_bytes)
-    if rows < 1:
+    block = block_bytes(config, getattr(torch, settings.dtype).itemsize)
+    row_bytes = block * length // BLOCK_TOKENS
+    if settings.kv_budget_bytes < row_bytes:
         raise StartupError(
             f"REFLUX_ENGINE_KV_BUDGET_BYTES={settings.kv_budget_bytes} does not hold one sequence of {length} tokens "
             f"({row_bytes} bytes); raise it or set REFLUX_ENGINE_MAX_MODEL_LEN"
         )
-    blocks = settings.prefix_cache_bytes // block_bytes(config, element_bytes)
+    rows = max(1, min(settings.max_rows, _ADDRESS_SPACE_BYTES // row_bytes))
+    blocks = settings.prefix_cache_bytes // block
     return CoreOptions(
         max_rows=rows,
         max_model_len=length,
+        kv_tokens=min(settings.kv_budget_bytes * BLOCK_TOKENS // block, rows * length),
         prefill_tokens_per_step=settings.prefill_tokens_per_step,
-        prefix_blocks=min(blocks, settings.max_rows * length // BLOCK_TOKENS),
+        prefix_blocks=min(blocks, rows * length // BLOCK_TOKENS),
         kv_after_swap=settings.kv_after_swap,
     )

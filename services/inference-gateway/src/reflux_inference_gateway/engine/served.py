@@ -12,6 +12,8 @@ class CoreOptions:
 
     max_rows: int
     max_model_len: int
+    kv_tokens: int
+    """Positions that all rows may have together; `max_model_len` at least."""
     prefill_tokens_per_step: int = 512
     prefix_blocks: int = 0
     """Blocks of computed prompts that are kept for later ones."""

@@ -60,13 +60,13 @@ class EngineSettings(ServiceSettings):
     """Memory for weights and KV cache; 0 takes what the host has available at the start."""
 
     max_rows: int = Field(default=256, ge=1, le=4096)
-    """Sequences that decode at the same time; less when the KV budget is smaller."""
+    """Sequences that decode at the same time, as far as the KV budget holds what they may generate."""
 
     max_model_len: int = Field(default=0, ge=0)
     """Longest sequence, prompt and generated tokens; 0 takes the model's own limit."""
 
     kv_budget_bytes: int = Field(default=2 << 30, ge=1 << 16)
-    """Memory of the KV cache; bounds the number of rows."""
+    """Memory of the KV cache; bounds the tokens, prompt and all that may be generated, of the sequences that decode."""
 
     max_waiting_samples: int = Field(default=4096, ge=1)
     """Samples that may wait for a row; further requests get 429 or RESOURCE_EXHAUSTED."""
