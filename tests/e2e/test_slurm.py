@@ -27,7 +27,7 @@ async def test_a_run_trains_inside_jobs_of_a_real_slurm_and_leaves_none(tmp_path
         try:
             harness = Harness(tmp_path)
             run = await harness.create(
-                small_run("on-slurm", rl={"steps": 2}, fleet={"engines": 3, "rollout_workers": 3})
+                small_run("on-slurm", rl={"steps": 2}, fleet={"engines": 2, "rollout_workers": 3})
             )
             await harness.wait_step(run.name, 1)
             where = cluster.run("squeue", "-h", "-t", "RUNNING", "-o", "%N").split()

@@ -4,7 +4,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reflux_placement.errors import InvalidTopology
@@ -68,6 +68,7 @@ def test_a_broken_hostlist_is_refused_not_guessed(text):
 WORDS = st.from_regex(r"[a-z]{1,3}[0-9]{0,4}(-ib)?", fullmatch=True)
 
 
+@settings(max_examples=40, deadline=None)
 @given(st.lists(WORDS, unique=True, max_size=40))
 def test_compressing_and_expanding_gives_the_same_nodes(names):
     assert sorted(expand(compress(names))) == sorted(names)

@@ -1,12 +1,15 @@
 """What every backend has to keep: one set of tests against a small `World`, a cluster with a scheduler in front of it.
 
-A test module of a backend says `from conformance import *` and has a fixture `world` that yields its World, started.
+A test module of a backend says `globals().update(suite(...))` and has a fixture `world` that yields its World, started.
 """
 
 import os
 import signal
 import uuid
+from collections.abc import Collection
+from types import FunctionType
 
+import pytest
 from conformance_changes import *  # noqa: F403
 from conformance_crashes import *  # noqa: F403
 from conformance_world import SHORT_LEASE, all_run, nodes_of, pids_of, restarts_of
@@ -150,3 +153,15 @@ async def test_a_job_of_higher_priority_takes_the_room_and_gives_it_back(world):
 
 
 __all__ = [name for name in dir() if name.startswith("test_")]
+
+
+def suite(quick: Collection[str]) -> dict[str, FunctionType]:
+    """Tests of a backend's own by name, those that are not `quick` for `make soak` only: marks on the originals would
+    count for every backend."""
+    tests: dict[str, FunctionType] = {}
+    for name in __all__:
+        test = globals()[name]
+        own = FunctionType(test.__code__, test.__globals__, name, test.__defaults__, test.__closure__)
+        own.__dict__.update(test.__dict__)
+        tests[name] = own if name in quick else pytest.mark.slow(own)
+    return tests

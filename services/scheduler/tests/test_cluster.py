@@ -302,6 +302,7 @@ async def test_a_node_that_is_there_twice_stops_the_start(tmp_path, url):
             pass
 
 
+@pytest.mark.slow
 async def test_a_node_that_dies_and_comes_again_gets_no_work_until_it_was_quiet(tmp_path, url):
     async with scheduler(tmp_path, url, flap_half_life_seconds=0.7, flap_longest_seconds=2.1) as door:
         await door.register("n1", "n2", "n3", "n4")

@@ -88,6 +88,7 @@ async def test_a_killed_keeper_takes_its_member_along_and_counts_as_its_end(stac
     await client.until(job.name, lambda job: all_run(job) and job.members[0].restarts == 1)
 
 
+@pytest.mark.slow
 async def test_members_stop_when_the_scheduler_stays_away_longer_than_the_lease(own_stack, client):
     own_stack.start_scheduler(REFLUX_SCHEDULER_LEASE_SECONDS="1")
     own_stack.start_agent()
@@ -221,3 +222,4 @@ async def test_members_outlive_an_absent_redis_and_the_scheduler_goes_on_with_it
         own_stack.start_scheduler()
         await client.ready()
         assert (await client.get(job.name)).state == job_pb2.Job.STATE_CANCELLED
+        own_stack.kill("scheduler")  # It would look for its Redis for a second.

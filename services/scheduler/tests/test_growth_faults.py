@@ -61,7 +61,7 @@ def spec(count: int, **fields) -> JobSpec:
         ("refused", {}, "the cluster refuses its room: QOSMaxNodePerJob"),
         ("ended", {}, "grant {id} ended: ended"),
         ("waits", {"grant_seconds": 1.0}, "the cluster did not give its room within 1 s: waits"),
-        ("silent", {"start_seconds": 1.0}, "no agent came to {node} within 1 s"),
+        pytest.param("silent", {"start_seconds": 1.0}, "no agent came to {node} within 1 s", marks=pytest.mark.slow),
     ],
 )
 async def test_a_job_that_cannot_grow_runs_on_as_it_is_and_does_not_ask_again_soon(scheduler, later, seconds, said):
@@ -91,7 +91,7 @@ async def test_a_job_that_cannot_grow_runs_on_as_it_is_and_does_not_ask_again_so
     assert kept.items() <= world.machines.running.items()
 
 
-@pytest.mark.parametrize("later", ["refused", "waits"])
+@pytest.mark.parametrize("later", ["refused", pytest.param("waits", marks=pytest.mark.slow)])
 async def test_a_gang_whose_replacement_is_not_given_goes_back_into_the_queue(scheduler, later):
     cluster, world = await scheduler(later, "n1", "n2", "n3", grant_seconds=1.0)
     job = await world.controller.create(spec(2), "one")

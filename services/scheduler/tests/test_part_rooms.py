@@ -47,10 +47,13 @@ def nodes_of(job: Job) -> list[str]:
 
 async def test_growth_goes_back_as_the_grant_that_it_came_in(world):
     elastic = await create(world, 1, min_count=1, max_count=4)
+    await until(lambda: world.jobs[elastic].state == "RUNNING")
+    world.controller.wake_policy()
     grown = await until_runs(world, elastic, 4)
     assert [seat.part for seat in grown.placement.seats()] == [0, 1, 1, 1]
     other = await create(world, 1)
     await until_runs(world, other, 1)
+    world.controller.wake_policy()
     # What the other one left of it is idle, and grown into anew.
     again = await until_runs(world, elastic, 3)
     assert [seat.part for seat in again.placement.seats()] == [0, 2, 2]

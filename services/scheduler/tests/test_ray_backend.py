@@ -269,7 +269,7 @@ async def test_a_rack_that_dies_node_by_node_is_left_for_the_other_one(ray_world
 
 
 async def test_a_cluster_that_is_not_there_is_away(cluster, tmp_path):
-    settings = RaySettings(address="127.0.0.1:1", connect_seconds=1.5)
+    settings = RaySettings(address="127.0.0.1:1", connect_seconds=0.3)
     async with RayBackend(settings, AgentLaunch(("true",), {"REFLUX_STACK_SECRET": SECRET})) as backend:
         with pytest.raises(BackendAway) as away:
             await backend.grants()

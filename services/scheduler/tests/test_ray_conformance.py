@@ -7,10 +7,9 @@ import contextlib
 import os
 import signal
 from pathlib import Path
-from types import FunctionType
 
-import conformance
 import pytest
+from conformance import suite
 from conformance_world import World
 from ray_cluster import RayCluster
 
@@ -21,13 +20,7 @@ from reflux_scheduler.backends.ray.settings import RaySettings
 QUICK = ("test_the_life_of_a_gang",)
 
 
-def copy(test: FunctionType) -> FunctionType:
-    """A test of our own: marks on the original would count for every backend."""
-    own = FunctionType(test.__code__, test.__globals__, test.__name__, test.__defaults__, test.__closure__)
-    return own if test.__name__ in QUICK else pytest.mark.slow(own)
-
-
-globals().update({name: copy(getattr(conformance, name)) for name in conformance.__all__})
+globals().update(suite(QUICK))
 
 
 class RayWorld(World):

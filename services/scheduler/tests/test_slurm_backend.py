@@ -265,6 +265,7 @@ async def test_jobs_of_others_take_their_nodes_out_of_the_room(cluster, backend)
     assert (seen["r0n3"].state, seen["r0n3"].foreign) == ("up", NOTHING)
 
 
+@pytest.mark.slow
 async def test_nodes_can_be_pinned_by_excluding_the_others(cluster, backend):
     async with backend_of(cluster, pin="exclude", switches=True) as excluding:
         wanted = grant("pinned-0", "r0n1", "r1n1")

@@ -7,10 +7,9 @@ import contextlib
 import os
 import signal
 from pathlib import Path
-from types import FunctionType
 
-import conformance
 import pytest
+from conformance import suite
 from conformance_world import World, nodes_of
 from slurm_cluster import Layout, SlurmCluster, slurm_cluster, why_not
 
@@ -21,13 +20,7 @@ LAUNCHER = b"reflux_scheduler.backends.slurm.launcher"
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "runs")
 
 
-def copy(test: FunctionType) -> FunctionType:
-    """A test of our own: marks on the original would count for every backend."""
-    own = FunctionType(test.__code__, test.__globals__, test.__name__, test.__defaults__, test.__closure__)
-    return own if test.__name__ in QUICK else pytest.mark.slow(own)
-
-
-globals().update({name: copy(getattr(conformance, name)) for name in conformance.__all__})
+globals().update(suite(QUICK))
 
 
 class SlurmWorld(World):
