@@ -94,3 +94,10 @@ def test_paths_are_shown_with_peer_rate_and_reason() -> None:
     for word in ("tcp", "pid 7 (ab12cd34)", "2.50", "below its floor"):
         assert word in peer
     assert "yes" not in peer
+
+
+def test_what_is_executed_is_told_from_what_is_a_model() -> None:
+    how = ["plan", "--preset", "smollm2-135m-2-to-2"]
+    assert "route       direct\n" in CliRunner().invoke(weights, how).output
+    relayed = CliRunner().invoke(weights, [*how, "--relay", "relay"]).output
+    assert "route       relay (a model: publishers and replicas go direct)\n" in relayed

@@ -39,6 +39,7 @@ class Explanation:
     def lines(self) -> list[str]:
         """The figures as text, one fact a line."""
         gib = 1 / (1 << 30)
+        route = self.route if self.route == "direct" else f"{self.route} (a model: publishers and replicas go direct)"
         near = ", ".join(f"{name} {count * gib:.2f} GiB" for name, count in self.tier_bytes.items() if count)
         return [
             f"plan        {self.hash}",
@@ -49,7 +50,7 @@ class Explanation:
             f"per target  {self.target_bytes[0] * gib:.2f} to {self.target_bytes[1] * gib:.2f} GiB",
             f"messages    {self.messages} between {self.pairs} pairs when sent directly",
             f"buckets     {self.buckets}, at most {self.bucket_bytes / (1 << 20):.0f} MiB per target rank",
-            f"route       {self.route}",
+            f"route       {route}",
             f"makespan    {self.makespan_seconds:.4g} s, lower bound {self.lower_bound_seconds:.4g} s, "
             f"efficiency {self.efficiency:.3f}",
         ]

@@ -33,7 +33,13 @@ def weights() -> None:
 @click.option("--preset", type=click.Choice(list(PRESETS)), help="A well-known pair of layouts instead of a file.")
 @click.option("--gigabytes-per-second", default=50.0, show_default=True, help="Rate of a port in each direction.")
 @click.option("--message-microseconds", default=1.0, show_default=True, help="Cost of one message.")
-@click.option("--relay", type=click.Choice(["auto", "direct", "relay"]), default="auto", show_default=True)
+@click.option(
+    "--relay",
+    type=click.Choice(["direct", "auto", "relay"]),
+    default="direct",
+    show_default=True,
+    help="direct is what publishers and replicas execute; passing bytes on among ranks is a model.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON.")
 def plan(
     file: Path | None,
