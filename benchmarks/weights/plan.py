@@ -23,12 +23,12 @@ ROUTES = ("direct", "relay")
 LIMIT_SECONDS = 300
 
 
-def measure(ranks: int, route: str, alpha_seconds: float) -> dict[str, float | str]:
+def measure(ranks: int, route: str, link: LinkModel, pack_below: int) -> dict[str, float | str]:
     """One plan in this process."""
     source, target = PRESETS[f"deepseek-v3-256-to-{ranks}"].make()
     begun, wall = time.process_time(), time.perf_counter()
-    link = LinkModel(alpha_seconds=alpha_seconds)
-    made = plan(source, target, PlanOptions(relay="relay" if route == "relay" else "direct", link=link))
+    relay = "relay" if route == "relay" else "direct"
+    made = plan(source, target, PlanOptions(relay=relay, link=link, pack_below=pack_below))
     return {
         "seconds": round(time.process_time() - begun, 3),
         "wall_seconds": round(time.perf_counter() - wall, 3),
@@ -43,13 +43,16 @@ def measure(ranks: int, route: str, alpha_seconds: float) -> dict[str, float | s
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--alpha", type=float, default=LinkModel().alpha_seconds, help="seconds per message")
+    parser.add_argument("--pack-below", type=int, default=PlanOptions().pack_below, help="bytes of the shortest run")
     parser.add_argument("--one", nargs=2, metavar=("RANKS", "ROUTE"), help="plan once, in this process")
     options = parser.parse_args()
     if options.one:
-        print(json.dumps(measure(int(options.one[0]), options.one[1], options.alpha)))
+        link = LinkModel(alpha_seconds=options.alpha)
+        print(json.dumps(measure(int(options.one[0]), options.one[1], link, options.pack_below)))
         return 0
     figures: dict[str, float] = {}
-    found = {(ranks, route): _ask(ranks, route, options.alpha) for ranks in TARGETS for route in ROUTES}
+    how = ["--alpha", str(options.alpha), "--pack-below", str(options.pack_below)]
+    found = {(ranks, route): _ask(ranks, route, how) for ranks in TARGETS for route in ROUTES}
     for ranks in TARGETS:
         direct, relay = found[ranks, "direct"], found[ranks, "relay"]
         over_bound = relay["makespan_seconds"] / relay["bound_seconds"]
@@ -65,9 +68,9 @@ def main() -> int:
     return 0
 
 
-def _ask(ranks: int, route: str, alpha_seconds: float) -> dict[str, float]:
+def _ask(ranks: int, route: str, how: list[str]) -> dict[str, float]:
     """One plan in a process of its own, so that memory is that plan's."""
-    command = [sys.executable, __file__, "--alpha", str(alpha_seconds), "--one", str(ranks), route]
+    command = [sys.executable, __file__, *how, "--one", str(ranks), route]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=LIMIT_SECONDS)
     answer = json.loads(done.stdout.strip().splitlines()[-1])
     print(f"256 -> {ranks} {route}: {answer}", flush=True)
