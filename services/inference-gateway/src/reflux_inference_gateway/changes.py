@@ -1,6 +1,7 @@
 """Wakes whoever waits for the fleet to change."""
 
 import asyncio
+from collections.abc import Callable
 
 
 class Changes:
@@ -8,6 +9,8 @@ class Changes:
 
     def __init__(self) -> None:
         self._event = asyncio.Event()
+        self.listeners: list[Callable[[], None]] = []
+        """Called at each change, before the waiters run."""
 
     def upcoming(self) -> asyncio.Event:
         """The event of the next change; take it before reading the state that it guards."""
@@ -17,6 +20,8 @@ class Changes:
         """Wakes all waiters."""
         event, self._event = self._event, asyncio.Event()
         event.set()
+        for listener in self.listeners:
+            listener()
 
     async def wait(self, seconds: float | None) -> bool:
         """Waits for the next change; False when the time ran out first."""

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -15,43 +15,13 @@ from reflux_inference_gateway.matching import fitting, is_syncing, nobody
 from reflux_inference_gateway.merging import merged
 from reflux_inference_gateway.replicas import Replica, ReplicaTable
 from reflux_inference_gateway.retry import Attempts
-from reflux_inference_gateway.routing.base import Ask, RoutingPolicy
+from reflux_inference_gateway.routing.base import Ask, Candidate, RoutingPolicy
+from reflux_inference_gateway.share import GivenUp, Parked, ReplicaLost, Share
 from reflux_inference_gateway.verdicts import Verdicts
+from reflux_inference_gateway.waiting_room import WaitingRoom
 from reflux_inference_gateway.want import Want
 
 T = TypeVar("T")
-
-
-class ReplicaLost(Exception):
-    """The connection to a replica broke before its answer was complete. Adapters raise it; only it is retried."""
-
-
-class GivenUp(Exception):
-    """The request was aborted while it waited for a replica."""
-
-
-class Parked(Exception):
-    """A share was stopped for a pause and goes on after it. Senders raise it; they know what is missing."""
-
-
-@dataclass(eq=False)
-class Share:
-    """One part of a request on its way: samples `first .. first + count - 1`."""
-
-    want: Want
-    """The request as far as it is this part."""
-    first: int
-    count: int
-    stay: Stay
-    deadline: float
-    attempts: Attempts = field(default_factory=Attempts.none)
-    replica: Replica | None = None
-    """Where its load is counted now."""
-    load: int = 0
-    """Tokens that are counted there."""
-    verdict: bool | None = None
-    """Whether that replica answered or failed; None while it is open, or when the end says nothing about it."""
-    given_up: bool = False
 
 
 @dataclass
@@ -63,11 +33,16 @@ class Dispatcher:
     new_policy: Callable[[], RoutingPolicy]
     replica_wait_seconds: float
     """How long a request waits for a fitting replica while the fleet is neither paused nor changing its version."""
+    full_at_capacities: float = 0.0
+    """A replica with so many times its capacity in flight gets nothing more: requests queue here. 0 is no limit."""
+    tenant_weights: Mapping[str, float] = field(default_factory=dict)
     clock: Callable[[], float] = time.monotonic
 
     def __post_init__(self) -> None:
         self.changes = Changes()
         self.verdicts = Verdicts()
+        self.waiting_room = WaitingRoom(self._has_room, self.fleet.max_held, self.tenant_weights)
+        self.changes.listeners.append(self.waiting_room.changed)
         self._policies: dict[str, RoutingPolicy] = {}
         self._waits: dict[str, set[asyncio.Timeout]] = {}
         self._started = self.clock()
@@ -95,8 +70,9 @@ class Dispatcher:
         A part whose replica is lost before anything of that part came is re-issued alone; the others go on.
         """
         with self._staying(want) as stay:
-            shares = await self._split(want, stay)
+            shares: list[Share] = []
             try:
+                await self._split(want, stay, shares)
                 served = [self._served(share, send) for share in shares]
                 async with aclosing(merged(served) if len(served) > 1 else served[0]) as items:
                     async for item in items:
@@ -116,7 +92,9 @@ class Dispatcher:
             return
         done = min(share.load, num_samples * ask.max_tokens)
         share.load -= done
-        self.table.lighten(share.replica.info.name, done)
+        share.num_open -= num_samples
+        self.table.lighten(share.replica.info.name, done, num_samples)
+        self.waiting_room.serve(share.want.model_id)
         self._policy(share.want.model_id).finished(share.replica.info.name, ask, generated_tokens)
 
     def forget(self, name: str) -> None:
@@ -205,62 +183,86 @@ class Dispatcher:
 
     async def _place(self, share: Share) -> Replica:
         """Waits for a replica that takes the share, and counts its load there from this moment."""
-        found = await self._fitting(share.want, share.attempts, share.deadline)
-        candidates = [entry.candidate() for entry in found]
-        return self._seat(share, self._policy(share.want.model_id).choose(candidates, share.want.ask or Ask()))
+        want = share.want
 
-    async def _split(self, want: Want, stay: Stay) -> list[Share]:
-        """Waits for replicas that fit, and counts the load of every share from this moment."""
+        def choose(candidates: list[Candidate]) -> Replica:
+            return self._seat(share, self._policy(want.model_id).choose(candidates, want.ask or Ask()))
+
+        return await self._placed(want, share.attempts, share.deadline, choose)
+
+    async def _split(self, want: Want, stay: Stay, shares: list[Share]) -> None:
+        """Waits for replicas that fit, adds the shares, and counts the load of each from this moment."""
         deadline = self.clock() + want.deadline_seconds
-        found = await self._fitting(want, Attempts.none(), deadline)
-        parts = self._policy(want.model_id).split([entry.candidate() for entry in found], want.ask or Ask())
-        shares, first = [], 0
-        for one in parts:
-            share = Share(want.narrowed(one.num_samples), first, one.num_samples, stay, deadline)
-            self._seat(share, one.name)
-            shares.append(share)
-            first += one.num_samples
-        assert first == want.num_samples, f"the policy split {want.num_samples} samples into {parts}"
-        return shares
+
+        def split(candidates: list[Candidate]) -> list[Share]:
+            for one in self._policy(want.model_id).split(candidates, want.ask or Ask()):
+                first = sum(share.count for share in shares)
+                shares.append(Share(want.narrowed(one.num_samples), first, one.num_samples, stay, deadline))
+                self._seat(shares[-1], one.name)
+            assert sum(share.count for share in shares) == want.num_samples, "the policy split something else"
+            return shares
+
+        await self._placed(want, Attempts.none(), deadline, split)
 
     def _seat(self, share: Share, name: str) -> Replica:
         replica = self.table.get(name)
         assert replica is not None, f"the policy chose {name}, which is no candidate"
-        self.table.dispatched(name, share.want.num_tokens)
+        self.table.dispatched(name, share.want.num_tokens, share.count)
         self.verdicts.started(name, self.clock())
         share.attempts.tried.append(name)
-        share.replica, share.load = replica, share.want.num_tokens
+        share.replica, share.load, share.num_open = replica, share.want.num_tokens, share.count
         return replica
 
     def _leave(self, share: Share) -> None:
         if share.replica is not None:
-            self.table.answered(share.replica.info.name, share.load)
+            self.table.answered(share.replica.info.name, share.load, share.num_open)
             self.verdicts.ended(share.replica, share.verdict, self.clock())
-            share.replica, share.load, share.verdict = None, 0, None
+            share.replica, share.load, share.num_open, share.verdict = None, 0, 0, None
+            self.waiting_room.serve(share.want.model_id)
 
     def _policy(self, model_id: str) -> RoutingPolicy:
         if model_id not in self._policies:
             self._policies[model_id] = self.new_policy()
         return self._policies[model_id]
 
-    async def _fitting(self, want: Want, attempts: Attempts, deadline: float) -> list[Replica]:
-        """Waits until replicas fit. Time while the fleet is paused, or while the version that was asked for is on its
-        way, does not count as waiting for one: it is bounded by the deadline only.
+    async def _placed(
+        self, want: Want, attempts: Attempts, deadline: float, place: Callable[[list[Candidate]], T]
+    ) -> T:
+        """What `place` makes of the replicas that fit, as soon as some do. Time while the fleet is paused, or while the
+        version that was asked for is on its way, does not count as waiting for one: only the deadline bounds it.
         """
         waited_seconds = 0.0
         while True:
             started = self.clock()
-            if want.given_up():
-                raise GivenUp
+            alone = self.waiting_room.is_empty(want.model_id)
+            if alone and (placed := self._placed_now(want, attempts, place)) is not None:
+                return placed
             paused = self.fleet.holds(want.model_id, begins=want.begins)
-            if not paused and (found := fitting(self.table, want, attempts.tried)):
-                return self.verdicts.preferred(want, found, started)
-            bounded = not paused and not is_syncing(self.table, want)
             left = deadline - started
+            if self.full_at_capacities and not paused and fitting(self.table, want, attempts.tried):
+                return await self.waiting_room.turn(
+                    want, deadline, max(0.0, left), lambda: self._placed_now(want, attempts, place)
+                )
+            bounded = not paused and not is_syncing(self.table, want)
             patience = min(left, self.replica_wait_seconds - waited_seconds) if bounded else left
             if patience <= 0 or not await self.changes.wait(patience):
                 raise self._nobody(want, deadline - want.deadline_seconds)
             waited_seconds += self.clock() - started if bounded else 0.0
+
+    def _placed_now(self, want: Want, attempts: Attempts, place: Callable[[list[Candidate]], T]) -> T | None:
+        """What `place` makes of the replicas that fit and have room; None while there are none."""
+        if want.given_up():
+            raise GivenUp
+        if self.fleet.holds(want.model_id, begins=want.begins):
+            return None
+        fit = fitting(self.table, want, attempts.tried)
+        found = [one for one in fit if one.has_room(self.full_at_capacities)]
+        if not found:
+            return None
+        return place([one.candidate() for one in self.verdicts.preferred(want, found, self.clock())])
+
+    def _has_room(self, model_id: str) -> bool:
+        return not self.fleet.is_paused(model_id) and self.table.with_room(model_id, self.full_at_capacities)
 
     def _nobody(self, want: Want, entered: float) -> NoReplica | UnknownModel:
         if self.fleet.holds(want.model_id, begins=want.begins):

@@ -17,7 +17,7 @@ class UnknownModel(NotFound):
 
 class NoReplica(Unavailable):
     """No fitting replica took the request before its deadline; `state` is "paused", "syncing" (replicas serve different
-    versions, the one asked for not yet), "waiting" (there are some, but too old or lost) or "absent"."""
+    versions, the one asked for not yet), "full", "waiting" (there are some, but too old or lost) or "absent"."""
 
     reason = "NO_REPLICA"
 

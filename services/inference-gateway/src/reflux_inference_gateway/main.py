@@ -32,6 +32,8 @@ async def build(settings: GatewaySettings) -> AsyncIterator[Service]:
         fleet=Fleet(max_held=settings.max_held_requests),
         new_policy=POLICIES[settings.routing],
         replica_wait_seconds=settings.replica_wait_seconds,
+        full_at_capacities=settings.full_at_capacities,
+        tenant_weights=settings.tenant_weights,
     )
     metrics.observe_fleet(dispatcher.fleet)
     clients = ReplicaClients(settings)

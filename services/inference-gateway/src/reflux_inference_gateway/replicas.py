@@ -54,7 +54,13 @@ class Replica:
     state: State = State.READY
     inflight_tokens: int = 0
     inflight_requests: int = 0
+    inflight_samples: int = 0
     dispatched: int = 0
+
+    def has_room(self, full_at_capacities: float) -> bool:
+        """False with so many times its capacity in flight; 0 times, or a capacity that it did not say, is no limit."""
+        limit = full_at_capacities * self.info.capacity
+        return not limit or self.inflight_samples < limit
 
     def version(self) -> int:
         """The weight version that it said last it serves."""
@@ -142,24 +148,26 @@ class ReplicaTable:
         """Names of replicas that were not heard since a moment of the clock."""
         return [name for name, entry in self._replicas.items() if entry.seen_seconds < since_seconds]
 
-    def dispatched(self, name: str, num_tokens: int) -> None:
+    def dispatched(self, name: str, num_tokens: int, num_samples: int = 1) -> None:
         """Counts a request from the moment it is sent."""
         entry = self._replicas[name]
         entry.inflight_tokens += num_tokens
+        entry.inflight_samples += num_samples
         entry.inflight_requests += 1
         entry.dispatched += 1
 
-    def answered(self, name: str, num_tokens: int) -> None:
-        """Takes a request's tokens off that are left; harmless when the entry was forgotten meanwhile."""
+    def answered(self, name: str, num_tokens: int, num_samples: int = 1) -> None:
+        """Takes off what is left of a request; harmless when the entry was forgotten meanwhile."""
         entry = self._replicas.get(name)
         if entry is not None:
-            entry.inflight_tokens -= num_tokens
             entry.inflight_requests -= 1
+            self.lighten(name, num_tokens, num_samples)
 
-    def lighten(self, name: str, num_tokens: int) -> None:
-        """Takes off tokens of a request that goes on."""
+    def lighten(self, name: str, num_tokens: int, num_samples: int) -> None:
+        """Takes off a part of a request that goes on."""
         if (entry := self._replicas.get(name)) is not None:
             entry.inflight_tokens -= num_tokens
+            entry.inflight_samples -= num_samples
 
     def get(self, name: str) -> Replica | None:
         """One entry, or None."""
@@ -193,6 +201,11 @@ class ReplicaTable:
     def syncing(self, model_id: str) -> bool:
         """True while replicas of a model that are heard serve different versions: new weights are on their way."""
         return len({entry.info.version for entry in self.entries(model_id) if entry.state is not State.LOST}) > 1
+
+    def with_room(self, model_id: str, full_at_capacities: float) -> bool:
+        """True when a healthy replica of the model is not full."""
+        ready = (entry for entry in self.entries(model_id) if entry.state is State.READY and not entry.info.fault)
+        return any(entry.has_room(full_at_capacities) for entry in ready)
 
     def routable(
         self,

@@ -14,8 +14,8 @@ class GatewaySettings(ServiceSettings):
     listen: str = "127.0.0.1:7003"
     http_listen: str = "127.0.0.1:8003"
 
-    routing: PolicyName = "least_loaded"
-    """How a replica is chosen."""
+    routing: PolicyName = "group_spread"
+    """How replicas are chosen, and groups split over them (docs/gateway.md)."""
 
     heartbeat_seconds: float = Field(default=1.0, gt=0, le=60)
     """How often replicas report."""
@@ -34,6 +34,13 @@ class GatewaySettings(ServiceSettings):
 
     max_held_requests: int = Field(default=4096, ge=1)
     """Requests that may wait; further ones are refused with 429 or RESOURCE_EXHAUSTED."""
+
+    full_at_capacities: float = Field(default=0.0, ge=0)
+    """A replica with so many times its capacity of samples in flight is full: requests queue at the gateway, fairly
+    between tenants, until it has room. 0 leaves queues to the engines."""
+
+    tenant_weights: dict[str, float] = Field(default_factory=dict)
+    """Weights of tenants in that queue, as JSON; 1 for those that are not named."""
 
     max_body_bytes: int = Field(default=64 << 20, ge=1024)
     """Largest HTTP body; larger ones are refused with 413."""
