@@ -29,7 +29,7 @@ _TINY = ModelConfig(
     num_heads=4,
     num_kv_heads=2,
     head_size=8,
-    max_positions=128,
+    max_positions=2048,
     eos_token_id=1,
     pad_token_id=0,
 )
@@ -37,7 +37,7 @@ _TINY = ModelConfig(
 
 @pytest.fixture(scope="session")
 def endpoint(tmp_path_factory):
-    """Base URL of a gateway whose engine serves the model `tiny`: letters, 128 positions."""
+    """Base URL of a gateway whose engine serves the model `tiny`: letters, and room for noise to end by itself."""
     folder = tmp_path_factory.mktemp("conformance")
     create_folder(folder / "tiny", _TINY, seed=3)
     _write_tokenizer(folder / "tiny")

@@ -101,7 +101,7 @@ def test_a_stream_that_is_closed_early_leaves_the_server_well(client):
         ({"temperature": -1}, openai.BadRequestError, "temperature"),
         ({"n": 0}, openai.BadRequestError, "n"),
         ({"prompt": [99]}, openai.BadRequestError, "prompt"),
-        ({"prompt": "x" * 200}, openai.BadRequestError, "prompt"),
+        ({"prompt": "x" * 2048}, openai.BadRequestError, "prompt"),
         ({"best_of": 3}, openai.BadRequestError, "best_of"),
     ],
 )
