@@ -95,6 +95,13 @@ def test_a_good_canary_stays_for_long():
     assert not any(traffic.answered("new", failed=draw.random() < 0.01) for _ in range(20_000))
 
 
+def test_a_canary_that_was_good_for_long_and_turns_bad_is_found_as_soon():
+    traffic = divided({"stable": 1.0, "new": 1.0}, canary="new")
+    for _ in range(5000):
+        traffic.answered("new", failed=False)
+    assert any(traffic.answered("new", failed=True) for _ in range(12))
+
+
 def test_a_canary_over_its_limit_is_found_within_the_stated_number_of_requests():
     limits = CanaryLimits(error_rate=0.05, good_error_rate=0.01)
     divergence = 0.05 * math.log(5) + 0.95 * math.log(0.95 / 0.99)

@@ -12,9 +12,9 @@ from reflux_inference_gateway.routing.lengths import LengthBook
 from .routing_simulation import mix, simulate
 
 BOUNDED = settings(max_examples=80, deadline=None, derandomize=True)
-FLEETS = st.lists(st.tuples(st.integers(0, 300_000), st.sampled_from([0, 1, 8, 64])), min_size=1, max_size=6).map(
-    lambda rows: [replica(order, tokens, capacity) for order, (tokens, capacity) in enumerate(rows)]
-)
+FLEETS = st.lists(
+    st.tuples(st.just(0) | st.integers(0, 300_000), st.sampled_from([0, 1, 8, 64])), min_size=1, max_size=6
+).map(lambda rows: [replica(order, tokens, capacity) for order, (tokens, capacity) in enumerate(rows)])
 ASKS = st.builds(
     Ask,
     num_samples=st.integers(1, 80),

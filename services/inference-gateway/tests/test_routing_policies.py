@@ -157,6 +157,13 @@ def test_a_session_never_goes_beyond_the_bounded_load(fleet, key):
     assert load + 1 <= 1.25 * (total + 1) / len(fleet) + 1
 
 
+def test_requests_without_a_session_do_not_all_go_where_the_empty_key_hashes_to():
+    policy, fleet = Session(), idle(3)
+    for order in range(3):
+        busy = [replace(one, inflight_tokens=0 if one.order == order else 9) for one in fleet]
+        assert policy.choose(busy, Ask()) == f"replicas/{order}"
+
+
 def test_a_stuck_replica_loses_sessions_and_the_others_keep_theirs():
     policy, fleet = Session(), idle(4)
     homes = {key: policy.choose(fleet, Ask(session=key)) for key in map(str, range(100))}

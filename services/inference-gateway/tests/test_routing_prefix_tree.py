@@ -1,7 +1,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reflux_inference_gateway.routing.prefix_tree import PrefixTree
+from reflux_inference_gateway.routing.prefix_tree import _NODE_BYTES, PrefixTree
 
 BLOCK = 64
 PROMPTS = st.tuples(
@@ -35,6 +35,15 @@ def expected(inserted, prompt, salt):
     return found
 
 
+def reachable_bytes(tree):
+    nodes, total = list(tree._roots.values()), 0
+    while nodes:
+        node = nodes.pop()
+        nodes += node.children.values()
+        total += len(node.label) + _NODE_BYTES if node.parent else 0
+    return total
+
+
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(EVENTS, PROMPTS)
 def test_a_tree_with_room_agrees_with_a_list_of_all_prompts(events, asked):
@@ -66,6 +75,7 @@ def test_memory_stays_bounded_and_evicted_prompts_are_never_made_up(events, max_
             tree.forget(name)
             inserted = [one for one in inserted if one[2] != name]
         assert 0 <= tree.num_bytes <= max_bytes
+        assert reachable_bytes(tree) == tree.num_bytes, "a node lost its way to the root"
         most = expected(inserted, prompt, salt)
         assert all(part <= most.get(holder, 0.0) for holder, part in tree.matched(prompt, salt).items())
 
