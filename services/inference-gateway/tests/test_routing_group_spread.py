@@ -31,7 +31,7 @@ def replica(order, tokens=0, capacity=64):
 
 def planned(policy, fleet, ask):
     """The counts that the policy chose, by index, and the outlooks that it chose them by."""
-    outlooks = policy.outlooks(fleet, ask)
+    outlooks = policy.outlooks(fleet, ask, ask.prompt)
     index = {one.name: at for at, one in enumerate(fleet)}
     return outlooks, {index[share.name]: share.num_samples for share in policy.split(fleet, ask)}
 
@@ -70,7 +70,7 @@ def test_prompts_prefilled_again_cost_at_most_the_stated_part_of_the_groups_work
 @BOUNDED
 @given(FLEETS, ASKS)
 def test_more_samples_never_finish_earlier(fleet, ask):
-    for outlook in GroupSpread().outlooks(fleet, ask):
+    for outlook in GroupSpread().outlooks(fleet, ask, ask.prompt):
         times = [outlook.finish(count) for count in range(90)]
         assert times == sorted(times)
 

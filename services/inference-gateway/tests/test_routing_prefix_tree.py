@@ -1,7 +1,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reflux_inference_gateway.routing.prefix_tree import _NODE_BYTES, PrefixTree
+from reflux_inference_gateway.routing.prefix_tree import _NODE_BYTES, PrefixTree, prompt_bytes
 
 BLOCK = 64
 PROMPTS = st.tuples(
@@ -102,8 +102,8 @@ def test_unique_prompts_and_salts_leave_no_trace_beyond_the_bound():
 
 def test_token_ids_match_by_blocks_of_sixteen_and_only_from_the_start():
     tree, prompt = PrefixTree(), tuple(range(100, 148))
-    tree.insert(prompt, "1", "r")
-    assert tree.matched(prompt, "1") == {"r": 1.0}
-    assert tree.matched(prompt[:20] + (7,) * 28, "1") == {"r": 16 / 48}
-    assert tree.matched(prompt[16:], "1") == {}, "a suffix in common is no prefix"
-    assert tree.matched((), "1") == {}
+    tree.insert(prompt_bytes(prompt), "1", "r")
+    assert tree.matched(prompt_bytes(prompt), "1") == {"r": 1.0}
+    assert tree.matched(prompt_bytes(prompt[:20] + (7,) * 28), "1") == {"r": 16 / 48}
+    assert tree.matched(prompt_bytes(prompt[16:]), "1") == {}, "a suffix in common is no prefix"
+    assert tree.matched(b"", "1") == {}

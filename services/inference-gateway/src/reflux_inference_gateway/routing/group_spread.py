@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from reflux_inference_gateway.routing.base import Ask, Candidate, RoutingPolicy, Share
 from reflux_inference_gateway.routing.cost import CostModel, Outlook
 from reflux_inference_gateway.routing.lengths import LengthBook
-from reflux_inference_gateway.routing.prefix_tree import PrefixTree
+from reflux_inference_gateway.routing.prefix_tree import PrefixTree, prompt_bytes
 
 _ROUNDING = 1e-9
 _BYTES_PER_TOKEN = 4
@@ -31,24 +31,25 @@ class GroupSpread(RoutingPolicy):
 
     def choose(self, candidates: Sequence[Candidate], ask: Ask) -> str:
         """Returns the replica that finishes the whole group first."""
-        outlooks = self.outlooks(candidates, ask)
-        chosen = candidates[_first_to_finish(candidates, outlooks, ask.num_samples)].name
-        self._tree.insert(ask.prompt, ask.salt, chosen)
-        return chosen
+        prompt, chosen = prompt_bytes(ask.prompt), candidates[0]
+        if len(candidates) > 1:
+            outlooks = self.outlooks(candidates, ask, prompt)
+            chosen = candidates[_first_to_finish(candidates, outlooks, ask.num_samples)]
+        self._tree.insert(prompt, ask.salt, chosen.name)
+        return chosen.name
 
     def split(self, candidates: Sequence[Candidate], ask: Ask) -> tuple[Share, ...]:
         """Returns the shares of the best admitted plan, the replica with the best prefix and queue first."""
-        outlooks = self.outlooks(candidates, ask)
+        if ask.num_samples == 1 or len(candidates) == 1:
+            return super().split(candidates, ask)
+        prompt = prompt_bytes(ask.prompt)
+        outlooks = self.outlooks(candidates, ask, prompt)
         single = _first_to_finish(candidates, outlooks, ask.num_samples)
-        best = {single: ask.num_samples}
-        if ask.num_samples > 1:
-            ranks = sorted(
-                range(len(candidates)), key=lambda at: (outlooks[at].finish(1), *_idle_first(candidates[at]))
-            )
-            most = self._admitted(outlooks, ranks, ask.num_samples)
-            best = _fewest(outlooks, ranks[:most], ask.num_samples, best)
+        ranks = sorted(range(len(candidates)), key=lambda at: (outlooks[at].finish(1), *_idle_first(candidates[at])))
+        most = self._admitted(outlooks, ranks, ask.num_samples)
+        best = _fewest(outlooks, ranks[:most], ask.num_samples, {single: ask.num_samples})
         for at in best:
-            self._tree.insert(ask.prompt, ask.salt, candidates[at].name)
+            self._tree.insert(prompt, ask.salt, candidates[at].name)
         return tuple(Share(candidates[at].name, count) for at, count in best.items())
 
     def finished(self, name: str, ask: Ask, generated_tokens: Sequence[int]) -> None:
@@ -59,7 +60,7 @@ class GroupSpread(RoutingPolicy):
         """Takes the replica's cache for empty."""
         self._tree.forget(name)
 
-    def outlooks(self, candidates: Sequence[Candidate], ask: Ask) -> list[Outlook]:
+    def outlooks(self, candidates: Sequence[Candidate], ask: Ask, prompt: bytes) -> list[Outlook]:
         """What the model says about each candidate and this group.
 
         What is in flight is taken to be made of groups like this one: of their upper bound, prompt included, the part
@@ -69,7 +70,7 @@ class GroupSpread(RoutingPolicy):
         prompt_tokens = ask.num_prompt_tokens or _guessed_tokens(ask.prompt)
         limit = ask.max_tokens or expected.longest
         bound = max(1.0, prompt_tokens + ask.num_samples * limit)
-        matched = self._tree.matched(ask.prompt, ask.salt)
+        matched = self._tree.matched(prompt, ask.salt)
         return [
             Outlook(
                 costs=self._costs,

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from reflux_inference_gateway.routing.base import Ask, Candidate, RoutingPolicy
 from reflux_inference_gateway.routing.least_loaded import least_loaded
-from reflux_inference_gateway.routing.prefix_tree import PrefixTree
+from reflux_inference_gateway.routing.prefix_tree import PrefixTree, prompt_bytes
 
 
 class Prefix(RoutingPolicy):
@@ -27,13 +27,14 @@ class Prefix(RoutingPolicy):
         """Returns the best match within the bound, and notes the prompt for it."""
         idlest = least_loaded(candidates)
         bound = max(idlest.inflight_tokens + self._max_lead_tokens, self._max_ratio * idlest.inflight_tokens)
-        matched = self._tree.matched(ask.prompt, ask.salt)
+        prompt = prompt_bytes(ask.prompt)
+        matched = self._tree.matched(prompt, ask.salt)
         near = [one for one in candidates if one.inflight_tokens <= bound and one.name in matched]
         longest = max((matched[one.name] for one in near), default=0.0)
         chosen = idlest
         if longest >= self._min_match:
             chosen = least_loaded([one for one in near if matched[one.name] == longest])
-        self._tree.insert(ask.prompt, ask.salt, chosen.name)
+        self._tree.insert(prompt, ask.salt, chosen.name)
         return chosen.name
 
     def forget(self, name: str) -> None:

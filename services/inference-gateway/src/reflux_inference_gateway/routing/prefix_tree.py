@@ -41,22 +41,22 @@ class PrefixTree:
         """Labels plus an allowance for each node; at most `max_bytes` after every insertion."""
         return self._num_bytes
 
-    def matched(self, prompt: tuple[int, ...] | bytes, salt: str) -> dict[str, float]:
+    def matched(self, prompt: bytes, salt: str) -> dict[str, float]:
         """By replica the part of the prompt, above 0 and up to 1, that it has seen in whole blocks."""
-        data, found, at = _as_bytes(prompt), {}, 0
+        found: dict[str, float] = {}
+        at = 0
         node = self._roots.get(salt)
-        while node is not None and (node := node.children.get(data[at : at + _BLOCK_BYTES])) is not None:
-            length = _common(node.label, data, at)
+        while node is not None and (node := node.children.get(prompt[at : at + _BLOCK_BYTES])) is not None:
+            length = _common(node.label, prompt, at)
             at += length
-            found.update(dict.fromkeys(node.holders, at / len(data)))
+            found.update(dict.fromkeys(node.holders, at / len(prompt)))
             if length < len(node.label):
                 break
         return found
 
-    def insert(self, prompt: tuple[int, ...] | bytes, salt: str, name: str) -> None:
+    def insert(self, prompt: bytes, salt: str, name: str) -> None:
         """Notes that a replica computes this prompt, and evicts what was not used for longest."""
-        data = _as_bytes(prompt)
-        data = data[: min(len(data), _MAX_PROMPT_BYTES) // _BLOCK_BYTES * _BLOCK_BYTES]
+        data = prompt[: min(len(prompt), _MAX_PROMPT_BYTES) // _BLOCK_BYTES * _BLOCK_BYTES]
         if not data:
             return
         node, at = self._roots.setdefault(salt, _Node(b"", None)), 0
@@ -109,7 +109,8 @@ class PrefixTree:
             del self._roots[salt]
 
 
-def _as_bytes(prompt: tuple[int, ...] | bytes) -> bytes:
+def prompt_bytes(prompt: tuple[int, ...] | bytes) -> bytes:
+    """The form of a prompt that the tree takes: text as it is, 4 bytes for each token id."""
     return prompt if isinstance(prompt, bytes) else array("I", prompt).tobytes()
 
 
