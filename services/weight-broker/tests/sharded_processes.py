@@ -95,14 +95,14 @@ NEEDED_BYTES = sum(tensor.nbytes for rank in range(RANKS) for tensor in part(0, 
 """Of one replica."""
 
 
-def first_rank(pipe: Connection, address: str) -> None:
+def first_rank(pipe: Connection, address: str, transport: str) -> None:
     """Obeys {"version": v, "seed": s, "others": regions, "min_replicas": n}; tells when the version has begun."""
-    asyncio.run(_first_rank(pipe, address))
+    asyncio.run(_first_rank(pipe, address, transport))
 
 
-def other_rank(pipe: Connection, address: str, rank: int) -> None:
+def other_rank(pipe: Connection, address: str, transport: str, rank: int) -> None:
     """Obeys {"claim": seconds}, {"write": seed, "die": bool} and {"settle": committed}."""
-    asyncio.run(_other_rank(pipe, address, rank))
+    asyncio.run(_other_rank(pipe, address, transport, rank))
 
 
 def replica_rank(pipe: Connection, address: str, name: str, rank: int) -> None:
@@ -110,8 +110,8 @@ def replica_rank(pipe: Connection, address: str, name: str, rank: int) -> None:
     asyncio.run(_replica_rank(pipe, address, name, rank))
 
 
-async def _first_rank(pipe: Connection, address: str) -> None:
-    arenas = PublisherArenas(open_backend("shm"), layout_of_rank(SOURCE, 0))
+async def _first_rank(pipe: Connection, address: str, transport: str) -> None:
+    arenas = PublisherArenas(open_backend(transport), layout_of_rank(SOURCE, 0))
     async with open_channel(address, retry=RETRY) as channel:
         publisher = BrokerPublisher(channel, MODEL, arenas, layout=SOURCE)
         while True:
@@ -132,8 +132,8 @@ async def _publish(pipe: Connection, publisher: BrokerPublisher, order: dict) ->
     return {"epoch": done.epoch, "bytes": done.bytes, "own": own, "whole": done.fingerprint, "replicas": replicas}
 
 
-async def _other_rank(pipe: Connection, address: str, rank: int) -> None:
-    arenas = PublisherArenas(open_backend("shm"), layout_of_rank(SOURCE, rank))
+async def _other_rank(pipe: Connection, address: str, transport: str, rank: int) -> None:
+    arenas = PublisherArenas(open_backend(transport), layout_of_rank(SOURCE, rank))
     async with open_channel(address, retry=RETRY) as channel:
         client = PublisherRank(channel, MODEL, arenas, layout=SOURCE, rank=rank)
         while True:

@@ -133,9 +133,8 @@ async def publish(
 
 @contextlib.asynccontextmanager
 async def opened(valkey_url: str, **settings: object) -> AsyncIterator[Stack]:
-    wanted = BrokerSettings(
-        listen="127.0.0.1:0", drain_seconds=0, reconnect_seconds=0.5, redis_url=valkey_url, **settings
-    )
+    settings = {"reconnect_seconds": 0.5, **settings}
+    wanted = BrokerSettings(listen="127.0.0.1:0", drain_seconds=0, redis_url=valkey_url, **settings)
     async with (
         build(wanted) as service,
         running(service, wanted) as bound,

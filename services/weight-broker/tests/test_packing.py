@@ -13,13 +13,14 @@ from reflux_transfer.client.layouts import single_rank
 from reflux_transfer.client.offer import layout_of_rank
 from reflux_transfer.client.publisher import BrokerPublisher
 from reflux_transfer.client.rank import PublisherRank
+from reflux_transfer.errors import LayoutError
 from reflux_weightplan.mesh import Cut, Mesh, Placement
 from reflux_weightplan.spec import SpecLayout, TensorSpec
 
 
 @pytest.fixture
 async def stack(valkey_url: str) -> AsyncIterator[Stack]:
-    async with opened(valkey_url) as started:
+    async with opened(valkey_url, reconnect_seconds=30.0) as started:  # who has registered stays registered
         yield started
 
 
@@ -59,7 +60,7 @@ def packed(replica: Replica) -> list[bool]:
 async def test_publishers_pack_for_every_layout_that_is_there(stack: Stack) -> None:
     publisher, halves = stack.publisher(), await join(stack, "halves", 2)
     publisher._rank.arenas.pack_room *= 2
-    done = await publish(publisher, 1, 1)
+    done = await publish(publisher, 1, 1, min_replicas=1)
     assert done.bytes == MATRIX + 2 * NORM
     await serve(halves, 1, 1)
     quarters = await join(stack, "quarters", 4)  # late: the committed version is not packed for it
@@ -67,7 +68,7 @@ async def test_publishers_pack_for_every_layout_that_is_there(stack: Stack) -> N
     await stack.settled("quarters", done.epoch)
     assert packed(quarters[0]) == [False]
     for version in (2, 3):
-        assert (await publish(publisher, version, version)).bytes == 2 * MATRIX + 6 * NORM
+        assert (await publish(publisher, version, version, min_replicas=2)).bytes == 2 * MATRIX + 6 * NORM
         await serve(halves, version, version)
         await serve(quarters, version, version)
     assert (packed(halves[0]), packed(quarters[0])) == ([True], [False, True])
@@ -98,7 +99,8 @@ async def test_a_rank_without_anything_to_pack_does_not_keep_the_others_from_it(
     halves, tensors = await join(stack, "halves", 2), weights(1)
     other = await second.claim(20.0)
     assert len(other.plans) == 1
-    async with await first.begin(1, sync_timeout_seconds=20.0, others=[second.region(other)]) as publishing:
+    regions = [second.region(other)]
+    async with await first.begin(1, sync_timeout_seconds=20.0, min_replicas=1, others=regions) as publishing:
         await asyncio.to_thread(other.write, {"norm": tensors["norm"]})
         await asyncio.to_thread(publishing.write, {"w": tensors["w"]})
         assert (await publishing.finish()).bytes == MATRIX + 2 * NORM
@@ -108,17 +110,31 @@ async def test_a_rank_without_anything_to_pack_does_not_keep_the_others_from_it(
         await publisher.close()
 
 
+async def test_a_claim_that_nobody_settled_is_given_up_by_the_next(stack: Stack) -> None:
+    arenas = PublisherArenas(stack.backend, LAYOUT)
+    rank = PublisherRank(stack.channel, "m", arenas, layout=single_rank(LAYOUT))
+    claims = [await rank.claim(20.0) for _ in range(4)]
+    for given_up in claims[:-1]:
+        with pytest.raises(LayoutError, match="was written or given up before"):
+            given_up.write(weights(1))
+    claims[-1].write(weights(1))
+    rank.settle(claims[-1], committed=True)
+    await rank.claim(20.0)
+    assert np.array_equal(np.frombuffer(arenas.view(4)[:MATRIX], np.float32), weights(1)["w"].reshape(-1))
+    await rank.close()
+
+
 async def test_a_layout_that_redis_has_lost_costs_bytes_and_no_version(stack: Stack, valkey_url: str) -> None:
     halves, client = await join(stack, "halves", 2), redis.asyncio.Redis.from_url(valkey_url)
     await client.delete(*[key async for key in client.scan_iter("weights:layout:*")])
     await client.aclose()
-    assert (await publish(stack.publisher(), 1, 1)).bytes == 2 * (MATRIX + NORM)
+    assert (await publish(stack.publisher(), 1, 1, min_replicas=1)).bytes == 2 * (MATRIX + NORM)
     await serve(halves, 1, 1)
 
 
 async def test_what_does_not_fit_the_room_is_left_unpacked(stack: Stack, caplog: pytest.LogCaptureFixture) -> None:
     halves, publisher = await join(stack, "halves", 2), stack.publisher()
     publisher._rank.arenas.pack_room = MATRIX
-    assert (await publish(publisher, 1, 1)).bytes == 2 * (MATRIX + NORM)
+    assert (await publish(publisher, 1, 1, min_replicas=1)).bytes == 2 * (MATRIX + NORM)
     await serve(halves, 1, 1)
     assert f"({MATRIX + NORM} bytes): {MATRIX} bytes of room are left" in caplog.text

@@ -16,13 +16,14 @@ from reflux_transfer import fingerprint
 class Trainer:
     """The ranks of a publisher; the test tells one what the other has."""
 
-    def __init__(self, run: Stack) -> None:
-        self.run, self.first = run, run.starts(processes.first_rank)
+    def __init__(self, run: Stack, transport: str = "shm") -> None:
+        self.run, self.transport = run, transport
+        self.first = run.starts(processes.first_rank, transport)
         self.restart()
 
     def restart(self) -> None:
         """A new process for rank 1."""
-        self.other = self.run.starts(processes.other_rank, 1)
+        self.other = self.run.starts(processes.other_rank, self.transport, 1)
 
     async def begins(self, version: int, seed: int) -> int:
         """Claims and announces a version; its epoch."""
@@ -70,8 +71,9 @@ def run(valkey_url: str) -> Iterator[Stack]:
     stack.close()
 
 
-async def test_shards_reach_tensor_parallel_replicas_by_the_bytes_that_they_need(run: Stack) -> None:
-    trainer = Trainer(run)
+@pytest.mark.parametrize("transport", ["shm", "ucx"])
+async def test_shards_reach_tensor_parallel_replicas_by_the_bytes_that_they_need(run: Stack, transport: str) -> None:
+    trainer = Trainer(run, transport)
     epoch = await trainer.begins(1, seed=1)  # nobody has registered: nothing can be packed
     replicas = Replicas(run)
     done = await trainer.finishes(1, epoch)
