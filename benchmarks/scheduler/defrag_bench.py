@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
-from churn import BIG_GANG, Churn, cluster, live_jobs
+from churn import BIG_GANG, BLOCKS, NODES_PER_RACK, RACKS_PER_BLOCK, Churn, cluster, live_jobs
 
 from reflux_placement.gang import Assignment
 from reflux_placement.place.capacity import copies_per_node
@@ -31,10 +31,11 @@ from reflux_placement.place.search import find_place
 from reflux_placement.policy.config import PolicyConfig
 from reflux_placement.policy.defrag import DEFAULT_LIMITS, Limits, Plan, plan
 from reflux_placement.policy.defrag_bound import Proof
+from reflux_placement.policy.makeroom import search_limits
 from reflux_placement.policy.view import Live
 from reflux_placement.room import Room
 
-MOVES = PolicyConfig().defragmentation_moves
+NODES = BLOCKS * RACKS_PER_BLOCK * NODES_PER_RACK
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,7 @@ class Case:
 
 
 LIBRARY = Case("all movable, library's limits", DEFAULT_LIMITS, 1.0)
-SHIPPED = Case("a third movable, limits as shipped", Limits(moves=MOVES, attempts=MOVES), 1 / 3)
+SHIPPED = Case("a third movable, limits as shipped", search_limits(PolicyConfig(), NODES), 1 / 3)
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,8 +22,6 @@ from reflux_placement.gang import Assignment, GangDemand, RoleDemand
 from reflux_placement.place.search import find_place
 from reflux_placement.policy.defrag import Plan, Undecided, plan
 from reflux_placement.policy.defrag_bound import Proof, best_weights, prove
-from reflux_placement.policy.defrag_trial import Limits
-from reflux_placement.policy.defrag_yard import Yard
 from reflux_placement.room import Room
 from reflux_placement.topology import NOTHING, Node, Resources, build_topology
 
@@ -210,32 +208,6 @@ def test_a_rack_bound_pair_on_one_node_leaves_it_whole() -> None:
     assert isinstance(found, Plan)
     assert len(found.moves) == 1
     assert_executable(room, live, gang_of(1), found)
-
-
-def test_a_search_in_vain_ends_with_its_budget_in_its_last_stage_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pairs over both racks of a block, which no other block has room for: first single members are tried, then pairs
-    as a whole. Each attempt tries one piece in one place."""
-    room = Room(cluster(blocks=8, racks=2, nodes=4))
-    for start in range(0, 64, 8):
-        for node in (start, start + 1):
-            apart = gang_of(2, required_level="block", max_per_domain=1, spread_level="rack")
-            book(room, f"pair{node}", apart, [node, node + 4])
-        book(room, f"fixed{start}", gang_of(1), [start + 2])
-    live = live_of(room, tuple(f"fixed{start}" for start in range(0, 64, 8)))
-    calls: list[str] = []
-    for name in ("place", "cut"):
-        real = getattr(Yard, name)
-        monkeypatch.setattr(Yard, name, lambda *args, real=real, name=name: calls.append(name) or real(*args))
-
-    def counted(attempts: int) -> tuple[int, int]:
-        calls.clear()
-        found = plan(room, live, gang_of(4, required_level="rack"), Limits(moves=attempts, attempts=attempts))
-        assert isinstance(found, Undecided)
-        return calls.count("place"), calls.count("cut")
-
-    assert counted(4000) == (40, 3)
-    assert counted(30) == (30, 3)
-    assert counted(20) == (20, 1)  # nothing is left for pairs: the jobs are not even cut into them
 
 
 def test_a_gang_of_two_roles_gets_room_for_both() -> None:

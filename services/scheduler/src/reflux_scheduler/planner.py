@@ -32,12 +32,9 @@ from reflux_scheduler.job import Job, Part, Placement
 from reflux_scheduler.ledger import Ledger, planned_placement, renumbered
 from reflux_scheduler.metrics import Metrics
 from reflux_scheduler.nodes import Nodes
-from reflux_scheduler.view import ask_of, live_of
+from reflux_scheduler.view import ask_of, live_of, takes_long
 
 log = logging.getLogger(__name__)
-
-_FEW, _SHORT_SECONDS = 8, 0.02
-"""So few pending jobs are decided at once while the cycle before took no longer: handing a thread over costs more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,10 +113,10 @@ class Planner:
         view = self.view(time.time())
         places = dict(self._ledger.planned)
         began = time.monotonic()
-        if len(view.pending) <= _FEW and self._thought_seconds < _SHORT_SECONDS:
-            decision = decide(view, self._rules.config)
-        else:
+        if takes_long(view, self._rules.config, self._thought_seconds):
             decision = await asyncio.to_thread(decide, view, self._rules.config)
+        else:
+            decision = decide(view, self._rules.config)
         self._thought_seconds = time.monotonic() - began
         self._metrics.decided(self._thought_seconds)
         await self._claims.store(decision.claims)

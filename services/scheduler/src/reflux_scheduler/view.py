@@ -3,8 +3,12 @@
 from dataclasses import replace
 
 from reflux_placement.gang import GangDemand
-from reflux_placement.policy.view import Ask, Live
+from reflux_placement.policy.config import PolicyConfig
+from reflux_placement.policy.makeroom import FEWEST_MOVES, search_limits
+from reflux_placement.policy.view import Ask, Live, View
 from reflux_scheduler.job import Job
+
+_FEW, _SHORT_SECONDS = 8, 0.02
 
 
 def ask_of(job: Job, demand: GangDemand) -> Ask:
@@ -49,6 +53,23 @@ def live_of(job: Job, now: float, *, in_parts: bool, move_loss_seconds: float) -
         movable=settled_here and job.saved_at > started and now - job.saved_at <= move_loss_seconds,
         smaller=smaller_sizes(job) if in_parts else {},
     )
+
+
+def takes_long(view: View, config: PolicyConfig, last_seconds: float) -> bool:
+    """Whether a decision may take so long that others should go on meanwhile. Few pending jobs are decided at once
+    while the cycle before was short, as handing over to a thread costs more; but on a large cluster the search for a
+    migration may take a second.
+
+    Args:
+        view: what is decided about.
+        config: how.
+        last_seconds: how long the decision before this one took.
+    """
+    if len(view.pending) > _FEW or last_seconds >= _SHORT_SECONDS:
+        return True
+    is_large = search_limits(config, view.room.topology.num_nodes).attempts > FEWEST_MOVES
+    waited = max((view.now - ask.submitted_at for ask in view.pending), default=0.0)
+    return config.defragmentation and is_large and waited >= config.defragmentation_seconds
 
 
 def smaller_sizes(job: Job) -> dict[str, tuple[int, ...]]:

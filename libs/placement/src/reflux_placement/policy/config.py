@@ -26,9 +26,17 @@ class PolicyConfig:
     The reservation goes by arrival in both."""
 
     locality_patience_seconds: float = 300.0
-    """A gang waits for this long for a place inside one domain of its preferred level, if one could hold it; then it
-    takes what there is (Slurm's max_switch_wait has the same default). On a busy cluster whose jobs run for hours, a
-    day keeps far more gangs in one rack. 0 never waits."""
+    """A gang waits for at least this long for a place inside one domain of its preferred level, if one could hold it;
+    then it takes what there is (Slurm's max_switch_wait has the same default)."""
+
+    locality_patience_share: float = 1.0
+    """One that will run for long waits for longer: for this share of its `expected_seconds`. Ski rental: who waits no
+    longer than crossing racks would cost never pays more than twice the least. All-reduce is 2 to 4 times slower across
+    racks (nccl-tests#43, nccl#1801) and half of a step, so crossing costs about as much again as the run: a share of 1.
+    0: all gangs wait equally long."""
+
+    locality_patience_longest_seconds: float = 24 * 3600.0
+    """The share of the run time counts up to this. A larger `locality_patience_seconds` stays as it is."""
 
     preemption: bool = True
     """Whether running jobs may be stopped for others."""
@@ -52,8 +60,9 @@ class PolicyConfig:
     """An ask has to have waited this long, and be promised room no sooner than that, before others move for it. A
     search in vain is repeated after this time."""
 
-    defragmentation_moves: int = 200
-    """Moves that the search for a migration may try in one go."""
+    defragmentation_moves: int = 2000
+    """Most moves that the search for a migration may try in one go, and most domains that it may try to clear. On a
+    small cluster it is fewer: a twelfth of the number of nodes, but at least 200 (`makeroom.search_limits`)."""
 
     explain: bool = True
     """Whether every wait gets a sentence; without it sentences are empty and the cycle is faster."""
@@ -65,7 +74,10 @@ class PolicyConfig:
             "preemption_attempts",
             "patience_seconds",
             "locality_patience_seconds",
+            "locality_patience_share",
+            "locality_patience_longest_seconds",
             "defragmentation_seconds",
+            "defragmentation_moves",
         ):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} = {getattr(self, name)}: write zero or more")

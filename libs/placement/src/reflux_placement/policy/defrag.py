@@ -8,7 +8,7 @@ heuristic: `Undecided` says honestly that neither a plan nor a proof was found.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -60,12 +60,16 @@ def plan(
     proof = prove(room, live, gang)
     if proof is not None:
         return proof
+    attempts = limits.attempts
     for first, last in _scopes(room, gang, limits):
-        trial = Trial(room, live, limits)
+        trial = Trial(room, live, replace(limits, attempts=attempts))
         if trial.clear(gang, first, last):
             done = _finish(room, gang, trial.yard, limits)
             if done is not None:
                 return done
+        attempts -= trial.attempts
+        if attempts <= 0:
+            break
     return Undecided(sentence=f"no migration was found and none was ruled out: {found.sentence}")
 
 

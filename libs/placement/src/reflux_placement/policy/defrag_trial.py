@@ -33,7 +33,8 @@ class Limits:
     """Moves of pieces in one trial."""
 
     attempts: int = 4000
-    """Domains that a trial tries to clear, on the way of a chain too, and groups that it tries to move whole."""
+    """Domains that all trials of a search try to clear, on the way of a chain too, and groups that they try to move
+    whole. This bounds its time."""
 
     scopes: int = 12
     """Domains of the gang's required level that are tried."""

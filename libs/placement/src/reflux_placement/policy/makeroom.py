@@ -17,6 +17,17 @@ from reflux_placement.policy.quota import Excess
 from reflux_placement.policy.view import Ask, Claim, Live, Migrate, Preempt
 from reflux_placement.topology import CLUSTER
 
+FEWEST_MOVES, NODES_PER_MOVE = 200, 12
+"""A gang of a given share of the cluster needs moves in proportion to the nodes. Plans for 4,608 of 100,800 GPUs took
+300 to 600 attempts (`benchmarks/scheduler/defrag_bench.py`); in the worst case found one takes 2 ms of CPU time."""
+
+
+def search_limits(config: PolicyConfig, num_nodes: int) -> Limits:
+    """How far the search for a migration goes on a cluster of that many nodes. Counts bound its CPU time: it comes at
+    most once per `defragmentation_seconds`."""
+    budget = min(config.defragmentation_moves, max(FEWEST_MOVES, num_nodes // NODES_PER_MOVE))
+    return Limits(moves=budget, attempts=budget)
+
 
 def at_least(gang: GangDemand) -> GangDemand:
     """The gang at the smallest size that it can start with; the same object for a rigid one."""
@@ -57,7 +68,7 @@ class RoomMaker:
         others = self._others()
         if not any(each.movable for each in others.values()):
             return False
-        limits = Limits(moves=self._config.defragmentation_moves, attempts=self._config.defragmentation_moves)
+        limits = search_limits(self._config, books.room.topology.num_nodes)
         found = plan(books.off_limits(ask), others, at_least(ask.gang), limits)
         if not isinstance(found, Plan) or not found.moves:
             return False
