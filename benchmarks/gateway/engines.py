@@ -95,7 +95,7 @@ def main() -> int:
         write_model(Path(folder), config)
         engine = {"MODEL": folder, "MODEL_ID": MODEL, "WEIGHTS": "folder", "DTYPE": "bfloat16"}
         engine |= {"MAX_ROWS": str(ROWS), "MAX_MODEL_LEN": "1280", "LISTEN": "127.0.0.1:0"}
-        running.start_engines(2, {f"REFLUX_ENGINE_{name}": value for name, value in engine.items()})
+        running.start_engines(2, {f"REFLUX_ENGINE_{name}": value for name, value in engine.items()}, ROWS)
         turns: dict[str, int] = {}
         able = try_out(ways(running, options.max_tokens), WordGroup(99, 16, config.vocab_size, 0))
         sensible = [way for way in able if way.shape != "single" or "/cache_aware/" in way.name]

@@ -24,6 +24,7 @@ import aiohttp
 from grpc import aio
 from proxies import MODEL, PEERS, Bench, Proxy, bench
 from rounds import Measured, interleaved, middle, show
+from token_model import Costs
 from workload import MAX_TOKENS, PROMPT_TOKENS, Group, groups
 
 from reflux.common.v1.common_pb2 import SamplingParams
@@ -158,7 +159,8 @@ def main() -> int:
     random.Random(1).shuffle(order)
     turns: dict[str, int] = {}
     with bench() as running:
-        running.start_workers("token_worker.py", 1, "--time-scale", str(options.time_scale))
+        scale = ("--time-scale", str(options.time_scale))
+        running.start_workers("token_worker.py", 1, *scale, capacity=Costs().max_rows)
         able, control = try_out(ways(running), order[0]), running.workers[0].url
 
         def turn(way: Way) -> Mapping[str, float]:

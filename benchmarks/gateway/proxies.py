@@ -84,21 +84,22 @@ class Bench:
     _folder: Path
     workers: list[Registered] = field(default_factory=list)
 
-    def start_workers(self, script: str, count: int, *arguments: str) -> list[Registered]:
+    def start_workers(self, script: str, count: int, *arguments: str, capacity: int = 0) -> list[Registered]:
         """Replicas that pretend; a process prints the addresses of its replicas in its first line: HTTP[,gRPC] ..."""
         for number in range(count):
             process = self._popen([sys.executable, str(HERE / script), *arguments], f"worker{number}")
             for addresses in _first_line(process, self._folder / f"worker{number}.log").split():
-                self.workers.append(Registered(f"mock{len(self.workers)}", *addresses.split(",")))
+                url, _, grpc_address = addresses.partition(",")
+                self.workers.append(Registered(f"mock{len(self.workers)}", url, grpc_address, capacity))
         return self.workers
 
-    def start_engines(self, count: int, environment: Mapping[str, str]) -> list[Registered]:
+    def start_engines(self, count: int, environment: Mapping[str, str], capacity: int) -> list[Registered]:
         """Real replicas, `reflux-engine`; registered by the benchmark like the others."""
         script = Path(sys.executable).parent / "reflux-engine"
         started = [self._popen([str(script)], f"engine{number}", environment) for number in range(count)]
         for number, process in enumerate(started):
             grpc_address, http_address = _announced(process, self._folder / f"engine{number}.log")
-            self.workers.append(Registered(f"engine{number}", f"http://{http_address}", grpc_address))
+            self.workers.append(Registered(f"engine{number}", f"http://{http_address}", grpc_address, capacity))
         return self.workers
 
     def direct(self) -> Proxy:

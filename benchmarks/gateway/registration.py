@@ -12,16 +12,16 @@ from reflux.inference_gateway.v1.inference_gateway_service_pb2_grpc import Infer
 from reflux.inference_gateway.v1.replica_pb2 import Replica
 
 _CALL_SECONDS = 5.0
-_CAPACITY = 64
 
 
 @dataclass(frozen=True)
 class Registered:
-    """A worker: its name, the base of its HTTP API, and its gRPC address if it has one."""
+    """A worker: its name, the base of its HTTP API, its gRPC address if it has one, the rows that it says it has."""
 
     name: str
     url: str
     grpc: str = ""
+    capacity: int = 0
 
 
 @contextmanager
@@ -36,7 +36,7 @@ def registered(gateway: str, token: str, model: str, workers: Sequence[Registere
             grpc_address=worker.grpc,
             role=Replica.ROLE_BOTH,
             health=Replica.HEALTH_OK,
-            capacity=_CAPACITY,
+            capacity=worker.capacity,
             engine="torch" if worker.grpc else "vllm",
         )
         for worker in workers
