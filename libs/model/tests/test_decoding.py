@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from reflux_model.cache import SlotCache
 from reflux_model.config import ModelConfig
 from reflux_model.generation import generate
-from reflux_model.inference import Segment, decode_step, extend, prefill
+from reflux_model.inference import Segment, _bands, decode_step, extend, prefill
 from reflux_model.parameters import initial_parameters
 from reflux_model.sampling import SamplingParams
 from reflux_model.training import logprobs
@@ -160,3 +160,20 @@ def test_a_slot_has_memory_for_what_is_written_only_and_gives_it_back() -> None:
         assert not memory[:, 7, :, 128:4096].any()
     cache.trim(0, 0)
     assert not cache.keys[:, 0, :, :4096].any()
+
+
+def test_rows_of_very_different_lengths_are_decoded_as_each_alone() -> None:
+    lengths = [3, 5, 2, 4, 3, 2, 2, 3, 900, 2, 3]
+    config = dataclasses.replace(CONFIG, max_positions=1024)
+    assert len(_bands(lengths)) == 2
+    assert len(_bands([900] * 11)) == 1
+    cache = SlotCache(config, num_slots=11, max_length=1024)
+    generator = torch.Generator().manual_seed(3)
+    cache.keys[:, :11, :, :900] = torch.randn(2, 11, 1, 900, 8, generator=generator)
+    cache.values[:, :11, :, :900] = torch.randn(2, 11, 1, 900, 8, generator=generator)
+    positions = torch.tensor(lengths) - 1
+    together = decode_step(PARAMS, config, torch.arange(2, 13), cache, positions)
+    for row in range(11):
+        at = torch.tensor([row])
+        alone = decode_step(PARAMS, config, torch.tensor([row + 2]), cache, positions[at], at)
+        torch.testing.assert_close(together[row], alone[0], atol=1e-5, rtol=0)

@@ -23,6 +23,9 @@ from reflux_model.config import ModelConfig
 from reflux_model.layers import additive_mask, attend, embed, project_to_vocab, rotary_tables, run_layers
 from reflux_model.parameters import Parameters
 
+_BAND_ROWS = 8
+_BAND_POSITIONS = 256
+
 
 @dataclass(frozen=True)
 class Prefilled:
@@ -124,22 +127,41 @@ def decode_step(
     row does not fit.
     """
     rows = tokens_B.shape[0]
-    span = int(positions_B.max()) + 1 if rows else 0
+    lengths = [position + 1 for position in positions_B.tolist()]
+    span = max(lengths)
     if span > cache.max_length or rows > cache.num_slots:
         raise ValueError(f"{rows} rows of {span} positions do not fit {cache.num_slots} slots of {cache.max_length}")
     slots = torch.arange(rows, device=tokens_B.device) if slots_B is None else slots_B
     dtype = cache.keys.dtype
-    allowed = torch.arange(span, device=tokens_B.device)[None, :] <= positions_B[:, None]
-    mask = None if bool(allowed.all()) else additive_mask(allowed, dtype)[:, None, None, :]
+    bands = [(band, _one_mask(positions_B[band], dtype)) for band in _bands(lengths)]
 
     def cached(layer: int, queries: Tensor, new_keys: Tensor, new_values: Tensor) -> Tensor:
         keys, values = cache.keys[layer], cache.values[layer]
         keys[slots, :, positions_B] = new_keys[:, 0]
         values[slots, :, positions_B] = new_values[:, 0]
-        if slots_B is None:
-            return attend(queries, keys[:rows, :, :span], values[:rows, :, :span], mask)
-        return attend(queries, keys[:, :, :span][slots], values[:, :, :span][slots], mask)
+        mixed = []
+        for band, mask in bands:
+            of, end = band if slots_B is None else slots_B[band], max(lengths[band])
+            mixed.append(attend(queries[band], keys[of, :, :end], values[of, :, :end], mask))
+        return mixed[0] if len(mixed) == 1 else torch.cat(mixed)
 
     rope = rotary_tables(config, positions_B[:, None], dtype)
     hidden = run_layers(params, config, embed(params, tokens_B[:, None]), rope, cached)
     return project_to_vocab(params, hidden[:, 0])
+
+
+def _bands(lengths: list[int]) -> list[slice]:
+    """Neighbouring rows that attend together, all of them to as many positions as the longest has.
+
+    All rows, unless that computes a third too much (counting a call per layer as a few hundred positions).
+    """
+    rows = len(lengths)
+    bands = [slice(first, min(first + _BAND_ROWS, rows)) for first in range(0, rows, _BAND_ROWS)]
+    cost = sum(max(lengths[band]) * len(lengths[band]) + _BAND_POSITIONS for band in bands)
+    return bands if 4 * cost < 3 * max(lengths) * rows else [slice(0, rows)]
+
+
+def _one_mask(positions_B: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """Mask of one query per row, (B, 1, 1, S); None when all rows have the same length."""
+    allowed = torch.arange(int(positions_B.max()) + 1, device=positions_B.device)[None, :] <= positions_B[:, None]
+    return None if bool(allowed.all()) else additive_mask(allowed, dtype)[:, None, None, :]

@@ -87,14 +87,18 @@ def seeds_tensor(seeds: list[int]) -> Tensor:
 def sample(logits_BV: Tensor, params: SamplingParams, positions_B: Tensor) -> Sampled:
     """Draws one token per row. `positions_B` (int64) is the index that the drawn token will have in its sequence.
 
-    Draws by inverting the cumulative distribution in vocabulary order with one uniform number per row; weights are
-    float32, their sums float64. Temperature comes first, then min-p, then top-k, then top-p on what is left. Of equal
-    logits at the edge of a top-k set the lower ids stay.
+    Draws by inverting the cumulative distribution in vocabulary order with one uniform number per row. Temperature
+    comes first, then min-p, then top-k, then top-p on what is left. Of equal logits at the edge of a top-k set the
+    lower ids stay.
     """
     logits = logits_BV.float()
     greedy_B = params.temperature_B < _COLDEST
-    weights_BV = logits / torch.where(greedy_B, 1.0, params.temperature_B)[:, None]
-    weights_BV = weights_BV.sub_(weights_BV.amax(-1, keepdim=True)).exp_()
+    best_B1 = logits.amax(-1, keepdim=True)
+    weights_BV = (logits - best_B1).exp_()
+    normalizers_B = (best_B1 + weights_BV.sum(-1, keepdim=True).log())[:, 0]
+    if bool(((params.temperature_B != 1) & ~greedy_B).any()):
+        weights_BV = torch.sub(logits, best_B1, out=weights_BV)
+        weights_BV = weights_BV.div_(torch.where(greedy_B, 1.0, params.temperature_B)[:, None]).exp_()
     cut_B = ((params.top_k_B > 0) & (params.top_k_B < logits.shape[1])) | (params.top_p_B < 1) | (params.min_p_B > 0)
     if bool(cut_B.any()):
         kept = _nucleus(weights_BV[cut_B], params.rows(cut_B))
@@ -102,7 +106,7 @@ def sample(logits_BV: Tensor, params: SamplingParams, positions_B: Tensor) -> Sa
     drawn_B = _invert(weights_BV, uniform_numbers(params.seeds_B, positions_B))
     tokens_B = torch.where(greedy_B, logits.argmax(-1), drawn_B) if bool(greedy_B.any()) else drawn_B
     chosen_B = logits.gather(-1, tokens_B[:, None])[:, 0]
-    return Sampled(tokens_B, chosen_B - logits.logsumexp(-1))
+    return Sampled(tokens_B, chosen_B - normalizers_B)
 
 
 @torch.inference_mode()
@@ -143,7 +147,7 @@ def _invert(weights_BV: Tensor, uniform_B: Tensor) -> Tensor:
     rows, width = weights_BV.shape
     padded = F.pad(weights_BV, (0, -width % _BLOCK)) if width % _BLOCK else weights_BV
     blocks_BCK = padded.view(rows, -1, _BLOCK)
-    sums_BC = blocks_BCK.sum(-1, dtype=torch.float64).cumsum(-1)
+    sums_BC = blocks_BCK.sum(-1).double().cumsum(-1)
     wanted_B1 = _below(uniform_B[:, None] * sums_BC[:, -1:], sums_BC[:, -1:])
     block_B1 = torch.searchsorted(sums_BC, wanted_B1, right=True).clamp_max(sums_BC.shape[1] - 1)
     before_B1 = torch.where(block_B1 > 0, sums_BC.gather(-1, (block_B1 - 1).clamp_min(0)), 0.0)
