@@ -46,7 +46,7 @@ def decide(view: View, config: PolicyConfig = DEFAULT_CONFIG) -> Decision:
 
 class _Cycle:
     def __init__(self, view: View, config: PolicyConfig) -> None:
-        pending = held_together(view.pending, view.room.topology, view.now, config.locality_patience_seconds)
+        pending = held_together(view.pending, view.room.topology, view.now, config)
         view = replace(view, pending=pending)
         self._view, self._config = view, config
         self._books = Books(view, explain=config.explain)

@@ -1,7 +1,11 @@
 """Owns how long a gang waits for its preferred level: a preference is a demand at first, and only a preference later.
 
-A gang that starts in pieces stays so for all of its run; room inside one domain often comes free soon. Slurm offers the
-same trade as `--switches=count@max-time`.
+A gang that starts in pieces stays so for all of its run; room inside one domain often comes free soon. Slurm offers
+the same trade as `--switches=count@max-time`. What a gang in pieces loses grows with its run, so does its patience:
+
+    patience = max(locality_patience_seconds, min(share * expected_seconds, longest))
+
+It counts from the submission, so it is the same after a restart, and nobody waits for ever.
 """
 
 from collections.abc import Sequence
@@ -11,20 +15,28 @@ from functools import lru_cache
 from reflux_placement.gang import GangDemand
 from reflux_placement.place.capacity import copies_per_node
 from reflux_placement.place.search import fits_ever
+from reflux_placement.policy.config import PolicyConfig
 from reflux_placement.policy.view import Ask
 from reflux_placement.topology import CLUSTER, Topology
 
 
-def held_together(pending: Sequence[Ask], topology: Topology, now: float, patience_seconds: float) -> list[Ask]:
+def patience_seconds(ask: Ask, config: PolicyConfig) -> float:
+    """How long an ask waits for its preferred level, in seconds since its submission. One of unknown length waits for
+    the least."""
+    in_proportion = config.locality_patience_share * ask.expected_seconds
+    return max(config.locality_patience_seconds, min(in_proportion, config.locality_patience_longest_seconds))
+
+
+def held_together(pending: Sequence[Ask], topology: Topology, now: float, config: PolicyConfig) -> list[Ask]:
     """The asks with their gangs' preferred level as the required one, where an empty domain of that level holds the
-    gang and the ask has waited for less than `patience_seconds`. Other asks are the same objects as before.
+    gang and the ask has waited for less than its patience. Other asks are the same objects as before.
 
     Raises:
         UnknownLevel: a gang prefers a level that the topology does not have.
     """
     asks = []
     for ask in pending:
-        waits = ask.gang.preferred_level and now - ask.submitted_at < patience_seconds
+        waits = ask.gang.preferred_level and now - ask.submitted_at < patience_seconds(ask, config)
         tight = _tight(topology, ask.gang) if waits else None
         asks.append(ask if tight is None else replace(ask, gang=tight))
     return asks
