@@ -271,3 +271,24 @@ async def test_g27_no_group_survives_an_abort_that_comes_while_it_is_let_in():
             responses = await asyncio.gather(*calls)
     assert {response.sample.finish_reason for each in responses for response in each} == {"abort"}
     assert [len(each) for each in responses] == [2] * 20
+
+
+async def test_g26_no_prefix_outlives_the_weights_that_computed_it():
+    cached, hits = set(), []
+
+    async def draw(request):
+        body = await request.json()
+        key = (body["cache_salt"], *body["prompt"])
+        hits.append(key in cached)
+        cached.add(key)
+        choices = [{"index": 0, "token_ids": [7], "logprobs": {"token_logprobs": [-0.5]}, "finish_reason": "stop"}]
+        return web.json_response({"choices": choices})
+
+    async with gateway() as door, http_server(draw) as url:
+        replica = await door.register("a", version=1, http_url=url, engine="vllm")
+        for version in (1, 1, 2, 2):
+            replica.version = version
+            await door.stub.Heartbeat(pb.HeartbeatRequest(replica=replica), timeout=5)
+            (answer,) = await answers(door.stub.GenerateGroup(group(n=1, whole_group=True), timeout=10))
+            assert answer.samples[0].versions[0].version == version
+    assert hits == [False, True, False, True]
