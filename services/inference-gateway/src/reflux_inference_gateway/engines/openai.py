@@ -109,6 +109,8 @@ class OpenAiReplica(ReplicaClient):
             body["top_p"] = sampling.top_p
         if sampling.top_k:
             body["top_k"] = sampling.top_k
+        if sampling.min_p:
+            body["min_p"] = sampling.min_p
         if sampling.stop_token_ids:
             body["stop_token_ids"] = list(sampling.stop_token_ids)
         if self._seeds_samples or call.num_samples == 1:
