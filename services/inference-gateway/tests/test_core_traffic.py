@@ -161,6 +161,22 @@ async def test_traffic_is_set_seen_and_lifted_over_grpc():
         stream.cancel()
 
 
+async def test_a_canary_whose_probe_differs_from_the_learners_is_taken_back():
+    async with gateway() as door:
+        well = await door.register("a", grpc_address="127.0.0.1:1", version=3)
+        sick = await door.register("b", grpc_address="127.0.0.1:2", version=4)
+        arms = (pb.TrafficArm(name="old", weight=9, version=3), pb.TrafficArm(name="new", weight=1, version=4))
+        await door.stub.SetTraffic(traffic(*arms, canary="new"), timeout=5)
+        sick.health, sick.health_reason = sick.HEALTH_UNHEALTHY, "probe of epoch 7: a log-prob differs"
+        for replica in (well, sick):
+            await door.stub.Heartbeat(pb.HeartbeatRequest(replica=replica), timeout=5)
+        stream = door.stub.WatchFleet(pb.WatchFleetRequest(), timeout=10)
+        (seen,) = (await stream.read()).traffic
+        stream.cancel()
+        assert {arm.name: arm.weight for arm in seen.arms} == {"old": 9, "new": 0}
+        assert seen.rolled_back == "new: replicas/b is unhealthy, probe of epoch 7: a log-prob differs"
+
+
 BAD_TRAFFIC = [
     pb.SetTrafficRequest(),
     traffic(pb.TrafficArm(weight=1)),

@@ -8,12 +8,11 @@ from reflux_inference_gateway.policy.waiting_line import Entry
 BOUNDED = settings(max_examples=80, deadline=None, derandomize=True)
 EVENTS = st.lists(
     st.tuples(
-        st.sampled_from(["offer", "offer", "offer", "take", "cancel", "hold", "expire"]),
+        st.sampled_from(["offer", "offer", "offer", "take", "give back", "cancel"]),
         st.integers(0, 30),
         st.sampled_from("abc"),
         st.integers(1, 50),
         st.integers(0, 2),
-        st.booleans(),
     ),
     max_size=80,
 )
@@ -23,46 +22,55 @@ EVENTS = st.lists(
 @given(EVENTS, st.integers(1, 8))
 def test_nothing_is_lost_or_doubled_and_the_queue_stays_bounded(events, room):
     queue, waiting = Admission(room, {"a": 2.0}), {}
-    for number, (kind, pick, tenant, cost, priority, is_new_group) in enumerate(events):
+    for number, (kind, pick, tenant, cost, priority) in enumerate(events):
         if kind == "offer":
-            deadline = float(number + pick)
             entry = Entry(
-                key=str(number),
-                tenant=tenant,
-                cost=cost,
-                priority=priority,
-                deadline=deadline,
-                is_new_group=is_new_group,
+                key=str(number), tenant=tenant, cost=cost, priority=priority, deadline=number + pick, arrival=number
             )
             waiting[entry.key] = entry
             refused = queue.offer(entry)
             assert (refused is not None) == (len(waiting) > room)
             if refused is not None:
                 assert waiting.pop(refused.key) == refused
-        elif kind == "take":
-            taken = queue.take()
-            free = [one for one in waiting.values() if not (queue.hold_new_groups and one.is_new_group)]
-            assert (taken is None) == (not free)
-            if taken is not None:
-                assert waiting.pop(taken.key) in free
-                rivals = [one for one in free if one.tenant == taken.tenant]
-                assert taken.priority == max(one.priority for one in rivals)
         elif kind == "cancel":
             key = str(number - pick)
             assert queue.cancel(key) == (key in waiting)
             waiting.pop(key, None)
-        elif kind == "hold":
-            queue.hold_new_groups = is_new_group
         else:
-            late = queue.expired(float(number))
-            assert {one.key for one in late} == {key for key, one in waiting.items() if one.deadline <= number}
-            for one in late:
-                del waiting[one.key]
+            taken = queue.take()
+            assert (taken is None) == (not waiting)
+            if taken is not None:
+                assert taken in waiting.values()
+                rivals = [one for one in waiting.values() if one.tenant == taken.tenant]
+                assert taken.priority == max(one.priority for one in rivals)
+                if kind == "take":
+                    del waiting[taken.key]
+                else:
+                    queue.give_back(taken)
         assert len(queue) == len(waiting) <= room
-    queue.hold_new_groups = False
     drained = [taken.key for taken in iter(queue.take, None)]
     assert sorted(drained) == sorted(waiting)
     assert not queue._tenants, "who neither waits nor owes is forgotten"
+
+
+@BOUNDED
+@given(
+    st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 20), st.integers(0, 2)), max_size=30),
+    st.integers(0, 12),
+    st.integers(0, 5),
+)
+def test_what_is_given_back_changes_neither_the_order_nor_anyones_part(rows, before, tries):
+    def drained(tries):
+        queue = Admission(100, {"b": 3.0})
+        for number, (tenant, cost, priority) in enumerate(rows):
+            queue.offer(Entry(key=str(number), tenant=tenant, cost=cost, priority=priority, arrival=number))
+        first = [queue.take() for _ in range(before)]
+        for _ in range(tries):
+            if (taken := queue.take()) is not None:
+                queue.give_back(taken)
+        return first + list(iter(queue.take, None))
+
+    assert drained(tries) == drained(0)
 
 
 @BOUNDED
@@ -89,9 +97,9 @@ def test_while_all_wait_each_tenant_gets_its_part_by_weight(weights, costs):
 
 def test_a_flood_of_one_tenant_turns_away_its_own_requests():
     queue = Admission(10)
-    refused = [queue.offer(Entry(key=f"flood{number}", tenant="flood")) for number in range(50)]
+    refused = [queue.offer(Entry(key=f"flood{number}", tenant="flood", arrival=number)) for number in range(50)]
     assert sum(one is not None for one in refused) == 40
-    assert queue.offer(Entry(key="guest", tenant="guest")) == Entry(key="flood9", tenant="flood")
+    assert queue.offer(Entry(key="guest", tenant="guest", arrival=50)) == Entry(key="flood9", tenant="flood", arrival=9)
     assert [taken.key for taken in (queue.take(), queue.take())].count("guest") == 1, (
         "it does not wait behind the flood"
     )
@@ -118,24 +126,13 @@ def test_priority_and_deadline_order_a_tenants_own_requests_only():
     assert [taken.key for taken in iter(queue.take, None)] == ["soon", "other", "late", "plain"]
 
 
-def test_held_groups_let_others_pass_and_go_on_afterwards():
-    queue = Admission(10)
-    queue.offer(Entry(key="group", is_new_group=True, priority=5))
-    queue.offer(Entry(key="turn"))
-    queue.hold_new_groups = True
-    assert [taken.key for taken in iter(queue.take, None)] == ["turn"]
-    queue.hold_new_groups = False
-    assert [taken.key for taken in iter(queue.take, None)] == ["group"]
-
-
 def test_tenants_that_only_owe_are_bounded_too():
     queue = Admission(5)
+    queue.offer(Entry(key="waits", tenant="~"))
     for number in range(300):
-        queue.offer(Entry(key="held", tenant="held", is_new_group=True)) if number == 0 else None
-        queue.hold_new_groups = True
         queue.offer(Entry(key=str(number), tenant=str(number), cost=1e9))
-        queue.take()
-        assert len(queue._tenants) <= 2 * 5 + 1
+        assert queue.take().tenant == str(number)
+        assert len(queue._tenants) <= 2 * 5
 
 
 def test_bad_limits_and_keys_that_wait_already_are_refused():

@@ -50,5 +50,11 @@ class Division:
 
     def answered(self, info: ReplicaInfo, *, failed: bool) -> bool:
         """Tells how a request on a replica ended; True when this takes the canary back."""
-        canary = next((arm for arm in self.arms if arm.name == self.canary), None)
-        return canary is not None and canary.has(info) and self.traffic.answered(canary.name, failed)
+        return self._is_canary(info) and self.traffic.answered(self.canary, failed)
+
+    def condemned(self, info: ReplicaInfo) -> bool:
+        """Tells that a replica is unhealthy; True when this takes the canary back."""
+        return self._is_canary(info) and self.traffic.condemned(self.canary, f"{info.name} is unhealthy, {info.fault}")
+
+    def _is_canary(self, info: ReplicaInfo) -> bool:
+        return any(arm.name == self.canary and arm.has(info) for arm in self.arms)

@@ -71,6 +71,7 @@ class InferenceGatewayServicer(InferenceGatewayServiceServicer):
         was = None if before is None else (before.state, before.info.version, before.info.fault)
         known = dispatcher.table.heartbeat(info, dispatcher.clock())
         after = dispatcher.table.get(info.name)
+        dispatcher.verdicts.reported(info)
         if after is not None and was != (after.state, after.info.version, after.info.fault):
             dispatcher.changes.notify()
         return pb.HeartbeatResponse(register_again=not known)

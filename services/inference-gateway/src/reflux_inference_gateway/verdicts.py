@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from reflux_inference_gateway.division import Division
 from reflux_inference_gateway.policy.breaker import Breaker, Position
-from reflux_inference_gateway.replicas import Replica
+from reflux_inference_gateway.replicas import Replica, ReplicaInfo
 from reflux_inference_gateway.want import Want
 
 log = logging.getLogger(__name__)
@@ -45,6 +45,12 @@ class Verdicts:
         division = self.divisions.get(replica.info.model_id)
         if division is not None and verdict is not None and division.answered(replica.info, failed=not verdict):
             log.warning("%s: %s; its weight is 0 now", replica.info.model_id, division.traffic.rolled_back)
+
+    def reported(self, info: ReplicaInfo) -> None:
+        """A replica said how it is; a fault (its log-probs on the probe prompt, its weights) takes its canary back."""
+        division = self.divisions.get(info.model_id)
+        if division is not None and info.fault and division.condemned(info):
+            log.warning("%s: %s; its weight is 0 now", info.model_id, division.traffic.rolled_back)
 
     def forget(self, name: str) -> None:
         """A replica left or is a new process."""

@@ -61,10 +61,18 @@ class WaitingRoom:
         Its load counts as soon as it is placed: a caller that is cancelled just then has to undo it. Raises what
         `place` raises, Overloaded when it is turned away, and NoReplica after `seconds`, its deadline.
         """
-        key, model_id = str(next(self._numbers)), want.model_id
+        arrival, model_id = next(self._numbers), want.model_id
+        key = str(arrival)
         turn = self._turns[key] = _Turn(place, want.given_up, asyncio.get_running_loop().create_future())
         line = self._lines.setdefault(model_id, Admission(self.max_waiting, self.weights))
-        entry = Entry(key=key, tenant=want.tenant, cost=want.num_tokens, priority=want.priority, deadline=deadline)
+        entry = Entry(
+            key=key,
+            tenant=want.tenant,
+            cost=want.num_tokens,
+            priority=want.priority,
+            deadline=deadline,
+            arrival=arrival,
+        )
         try:
             if (refused := line.offer(entry)) is not None:
                 error = Overloaded(f"{self.max_waiting} requests of {model_id!r} queue already")
@@ -92,7 +100,7 @@ class WaitingRoom:
                 passed_over.append(entry)
         for entry in passed_over:
             assert line is not None
-            line.offer(entry)
+            line.give_back(entry)
 
     def changed(self) -> None:
         """The fleet changed, or somebody aborted a request."""

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from reflux_inference_gateway.policy.waiting_line import Entry, Rank, WaitingLine
+from reflux_inference_gateway.policy.waiting_line import Entry, WaitingLine
 
 
 @dataclass
@@ -11,23 +11,7 @@ class _Tenant:
     weight: float
     finish: float = 0.0
     """Virtual time at which what it was given is worked off."""
-    begun: WaitingLine = field(default_factory=WaitingLine)
-    new_groups: WaitingLine = field(default_factory=WaitingLine)
-
-    def __len__(self) -> int:
-        return len(self.begun) + len(self.new_groups)
-
-    def line(self, entry: Entry) -> WaitingLine:
-        return self.new_groups if entry.is_new_group else self.begun
-
-    def next_line(self, hold_new_groups: bool) -> WaitingLine | None:
-        """The line whose head goes first; None when none may go."""
-        lines = (self.begun,) if hold_new_groups else (self.begun, self.new_groups)
-        heads = [(head, line) for line in lines if (head := line.head()) is not None]
-        return min(heads, key=lambda one: one[0])[1] if heads else None
-
-    def last(self) -> tuple[Rank, Entry]:
-        return max((one for line in (self.begun, self.new_groups) if (one := line.last())), key=lambda one: one[0])
+    line: WaitingLine = field(default_factory=WaitingLine)
 
 
 class Admission:
@@ -49,9 +33,6 @@ class Admission:
         self._tenants: dict[str, _Tenant] = {}
         self._waiting: dict[str, Entry] = {}
         self._virtual_time = 0.0
-        self._arrivals = 0
-        self.hold_new_groups = False
-        """Set by an outside signal: the depth of the reward queue."""
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -60,14 +41,11 @@ class Admission:
         """Queues an entry; returns the one, perhaps itself, that is turned away for it when the queue is full."""
         if entry.key in self._waiting:
             raise ValueError(f"{entry.key!r} waits already")
-        if entry.tenant not in self._tenants:
-            self._tenants[entry.tenant] = _Tenant(self._weights.get(entry.tenant, 1.0))
-        self._tenants[entry.tenant].line(entry).push(entry, self._arrivals)
-        self._arrivals += 1
+        self._tenant(entry).line.push(entry)
         self._waiting[entry.key] = entry
         if len(self._waiting) <= self._max_entries:
             return None
-        refused = max(self._tenants.values(), key=lambda one: len(one) / one.weight).last()[1]
+        refused = max(self._tenants.values(), key=lambda one: len(one.line) / one.weight).line.last()
         self.cancel(refused.key)
         return refused
 
@@ -75,37 +53,39 @@ class Admission:
         """Takes an entry out; False when it does not wait any more."""
         entry = self._waiting.pop(key, None)
         if entry is not None:
-            self._tenants[entry.tenant].line(entry).remove(key)
+            self._tenants[entry.tenant].line.remove(key)
             self._settle()
         return entry is not None
 
-    def expired(self, now: float) -> list[Entry]:
-        """Takes out all entries whose deadline has passed."""
-        late = [entry for entry in self._waiting.values() if entry.deadline <= now]
-        for entry in late:
-            self.cancel(entry.key)
-        return late
-
     def take(self) -> Entry | None:
-        """Takes out the entry that goes next; None when nobody waits who may go."""
-        ready = [
-            (max(self._virtual_time, tenant.finish), name, line)
-            for name, tenant in self._tenants.items()
-            if (line := tenant.next_line(self.hold_new_groups)) is not None
-        ]
-        if not ready:
+        """Takes out the entry that goes next; None when nobody waits."""
+        if not self._waiting:
             return None
-        start, name, line = min(ready, key=lambda one: one[:2])
-        entry = line.pop()
+        waiting = [(max(self._virtual_time, one.finish), name) for name, one in self._tenants.items() if len(one.line)]
+        start, name = min(waiting)
+        tenant = self._tenants[name]
+        entry = tenant.line.pop()
         del self._waiting[entry.key]
         self._virtual_time = start
-        self._tenants[name].finish = start + entry.cost / self._tenants[name].weight
+        tenant.finish = start + entry.cost / tenant.weight
         self._settle()
         return entry
 
+    def give_back(self, entry: Entry) -> None:
+        """Puts what was just taken back to its place: it could not go, and its tenant owes nothing for it."""
+        tenant = self._tenant(entry)
+        tenant.finish = max(0.0, tenant.finish - entry.cost / tenant.weight)
+        tenant.line.push(entry)
+        self._waiting[entry.key] = entry
+
+    def _tenant(self, entry: Entry) -> _Tenant:
+        if entry.tenant not in self._tenants:
+            self._tenants[entry.tenant] = _Tenant(self._weights.get(entry.tenant, 1.0))
+        return self._tenants[entry.tenant]
+
     def _settle(self) -> None:
         """Forgets who neither waits nor owes; when nobody waits, all debts, and the smallest ones of too many."""
-        owing = [one for one in self._tenants.items() if not len(one[1])]
+        owing = [one for one in self._tenants.items() if not len(one[1].line)]
         keep = self._max_entries if self._waiting else 0
         owing.sort(key=lambda one: one[1].finish, reverse=True)
         for at, (name, tenant) in enumerate(owing):

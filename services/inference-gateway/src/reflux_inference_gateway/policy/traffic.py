@@ -19,31 +19,26 @@ class CanaryLimits:
     """Part that fails when all is well."""
     requests_per_false_alarm: float = 1e6
     """Mean number of requests of a good canary until it is taken back for nothing; at least so many."""
-    logprob_distance: float = 0.05
-    """Mean absolute log-prob difference on the probe prompts, nats per token, that is still right."""
 
     def __post_init__(self) -> None:
         if not 0 < self.good_error_rate < self.error_rate < 1:
             raise ValueError("a canary needs 0 < good_error_rate < error_rate < 1")
-        if self.requests_per_false_alarm <= 1 or self.logprob_distance <= 0:
-            raise ValueError("a canary needs requests_per_false_alarm above 1 and a logprob_distance above 0")
+        if self.requests_per_false_alarm <= 1:
+            raise ValueError("a canary needs requests_per_false_alarm above 1")
 
 
 class Canary:
-    """Sequential tests (cumulative sums: Page 1954) of one arm's errors and log-probs.
+    """Sequential test (cumulative sum: Page 1954) of one arm's errors.
 
-    Errors: S = max(0, S + log-likelihood ratio of the outcome, error_rate against good_error_rate), alarm at
+    S = max(0, S + log-likelihood ratio of the outcome, error_rate against good_error_rate), alarm at
     S >= ln(requests_per_false_alarm): the mean time between false alarms is at least that many requests (Lorden
-    1971), and a bad canary is found in about ln(.) / KL(bad, good) requests. Log-probs: S = max(0, S + min(1,
-    distance / limit - 1)), alarm at S >= 2: distances under the limit never add up, two probes in a row at twice the
-    limit do, a single one never.
+    1971), and a bad canary is found in about ln(.) / KL(bad, good) requests.
     """
 
     def __init__(self, arm: str, limits: CanaryLimits) -> None:
         self.arm = arm
         self._limits = limits
         self._errors = 0.0
-        self._distances = 0.0
 
     def answered(self, failed: bool) -> str:
         """Counts a request's outcome; returns why the canary must go, empty while it may stay."""
@@ -53,13 +48,6 @@ class Canary:
         if self._errors < math.log(self._limits.requests_per_false_alarm):
             return ""
         return f"requests of {self.arm} fail more often than {bad:.1%}"
-
-    def probed(self, distance: float) -> str:
-        """Counts a probe's distance in nats per token; not a number is the worst. Returns as `answered` does."""
-        limit = self._limits.logprob_distance
-        excess = 1.0 if math.isnan(distance) else min(1.0, distance / limit - 1)
-        self._distances = max(0.0, self._distances + excess)
-        return "" if self._distances < 2 else f"log-probs of {self.arm} are more than {limit} off"
 
 
 class Traffic:
@@ -106,10 +94,12 @@ class Traffic:
         canary = self._canary_of(arm)
         return canary is not None and self._judge(canary, canary.answered(failed))
 
-    def probed(self, arm: str, distance: float) -> bool:
-        """Tells an arm's distance from the learner on the probe prompts; True when this takes the canary back."""
+    def condemned(self, arm: str, reason: str) -> bool:
+        """Tells that an arm computes what it should not, by its log-probs or weights; True when this takes the canary
+        back. One such finding is enough: unlike an error it cannot be bad luck.
+        """
         canary = self._canary_of(arm)
-        return canary is not None and self._judge(canary, canary.probed(distance))
+        return canary is not None and self._judge(canary, f"{arm}: {reason}")
 
     def _canary_of(self, arm: str) -> Canary | None:
         return self._canary if self._canary is not None and self._canary.arm == arm else None

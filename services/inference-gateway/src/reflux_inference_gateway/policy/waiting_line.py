@@ -3,7 +3,7 @@
 import heapq
 from dataclasses import dataclass
 
-Rank = tuple[int, float, int]
+_Rank = tuple[int, float, int]
 """Minus the priority, deadline, number of arrival."""
 
 
@@ -20,35 +20,30 @@ class Entry:
     """Higher goes first among the tenant's own; it buys nothing from other tenants."""
     deadline: float = float("inf")
     """Moment of the caller's clock after which nobody wants the answer; earlier ones go first at equal priority."""
-    is_new_group: bool = False
-    """Work that the reward queue's depth may hold back; the rest finishes what was begun."""
+    arrival: int = 0
+    """Its number in the order of arrival; what came first goes first among equals."""
 
 
 class WaitingLine:
     """A heap by rank; what was taken out of its middle stays in the heap until it comes up or is the larger part."""
 
     def __init__(self) -> None:
-        self._heap: list[tuple[Rank, str]] = []
-        self._entries: dict[str, tuple[Rank, Entry]] = {}
+        self._heap: list[tuple[_Rank, str]] = []
+        self._entries: dict[str, tuple[_Rank, Entry]] = {}
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    def push(self, entry: Entry, arrival: int) -> None:
-        """Adds an entry; arrivals are numbered by the caller."""
-        rank = (-entry.priority, entry.deadline, arrival)
+    def push(self, entry: Entry) -> None:
+        """Adds an entry."""
+        rank = (-entry.priority, entry.deadline, entry.arrival)
         self._entries[entry.key] = (rank, entry)
         heapq.heappush(self._heap, (rank, entry.key))
 
-    def head(self) -> Rank | None:
-        """The rank of the most urgent entry; None when nobody waits."""
-        while self._heap and not self._waits(*self._heap[0]):
-            heapq.heappop(self._heap)
-        return self._heap[0][0] if self._heap else None
-
     def pop(self) -> Entry:
         """Takes out the most urgent entry, of which there must be one."""
-        assert self.head() is not None
+        while not self._waits(*self._heap[0]):
+            heapq.heappop(self._heap)
         return self._entries.pop(heapq.heappop(self._heap)[1])[1]
 
     def remove(self, key: str) -> None:
@@ -58,9 +53,9 @@ class WaitingLine:
             self._heap = [(rank, one) for one, (rank, _) in self._entries.items()]
             heapq.heapify(self._heap)
 
-    def last(self) -> tuple[Rank, Entry] | None:
-        """The least urgent entry; None when nobody waits."""
-        return max(self._entries.values(), key=lambda one: one[0], default=None)
+    def last(self) -> Entry:
+        """The least urgent entry, of which there must be one."""
+        return max(self._entries.values(), key=lambda one: one[0])[1]
 
-    def _waits(self, rank: Rank, key: str) -> bool:
+    def _waits(self, rank: _Rank, key: str) -> bool:
         return key in self._entries and self._entries[key][0] == rank

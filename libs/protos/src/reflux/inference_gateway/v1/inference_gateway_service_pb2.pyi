@@ -709,7 +709,7 @@ class Traffic(_message.Message):
     model_id: _builtins.str
     """Model whose requests are divided."""
     canary: _builtins.str
-    """Arm whose weight becomes 0 when it fails too often; empty for none."""
+    """Arm whose weight becomes 0 when it fails too often or computes something else than the learner; empty for none."""
     rolled_back: _builtins.str
     """Why the canary lost its weight; never set by clients."""
     @_builtins.property
