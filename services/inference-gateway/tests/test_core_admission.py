@@ -125,6 +125,20 @@ async def test_a_deadline_ends_the_wait_for_room_and_an_abort_does():
     assert work.order == ["first"]
 
 
+async def test_who_is_bound_to_a_full_replica_keeps_nobody_from_another():
+    work = Work(dispatcher(1, 1))
+    work.made.table.heartbeat(info(1, 1, version=2), work.made.clock())
+    bound = [work.start(f"bound{number}", version=2) for number in range(2)]
+    await work.until(1)
+    await turns()
+    free = work.start("free")
+    await work.until(2)
+    assert work.order == ["bound0", "free"]
+    for _ in range(3):
+        work.gate.release()
+    assert [await task for task in (*bound, free)] == [["replicas/1"], ["replicas/1"], ["replicas/0"]]
+
+
 async def test_the_flood_itself_is_turned_away_when_the_queue_is_full():
     work = Work(dispatcher(1))
     work.made.waiting_room.max_waiting = 3

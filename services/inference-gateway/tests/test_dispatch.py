@@ -181,6 +181,7 @@ async def test_replica_that_came_back_takes_its_request_again_when_it_is_the_onl
     call = asyncio.create_task(collect(made, want(), send))
     await asyncio.sleep(0)
     assert not call.done()
+    assert (made.fleet.ledger.held, made.fleet.ledger.running) == (1, 0)
     made.table.heartbeat(info(0), made.clock())
     made.changes.notify()
     assert await asyncio.wait_for(call, 5) == ["done"]
