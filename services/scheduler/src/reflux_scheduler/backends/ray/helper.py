@@ -83,6 +83,8 @@ class DriverProcess:
                 process.stdin.write(line.encode() + b"\n")
                 await process.stdin.drain()
                 return await answer
+        except BackendAway:  # An OSError, too: the driver's own answer.
+            raise
         except TimeoutError:
             await self._end(process)
             raise BackendAway(f"Ray did not answer {method} within {seconds:g} s{self._why()}") from None

@@ -1,5 +1,6 @@
 """Owns what the driver asks of Ray itself: nodes, groups and actors, each in one call. Needs a connected process."""
 
+import contextlib
 import inspect
 from collections.abc import Container
 from dataclasses import asdict
@@ -74,7 +75,9 @@ class Cluster:
         """Removes the group with all that runs in it; one that is not there is no error."""
         facts = self.facts().get(manifest.group)
         if facts is not None and facts.state != "REMOVED":
-            remove_placement_group(get_placement_group(manifest.group))
+            # A release and the supervisor may tear the same grant down: the other one was faster.
+            with contextlib.suppress(ValueError):
+                remove_placement_group(get_placement_group(manifest.group))
 
     def make_host(self, manifest: Manifest, index: int) -> Any:
         """The actor that holds the agent of a bundle; a new one when there is none."""
