@@ -1,6 +1,8 @@
 """Where spans go: a collector, a bounded local sink, and the trace of an HTTP caller."""
 
+import contextvars
 import os
+import re
 import subprocess
 import sys
 from concurrent import futures
@@ -10,6 +12,7 @@ import grpc
 from aiohttp import web
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.sampling import ParentBased
 
 from reflux_kit import telemetry
 from reflux_kit.server import Service, running
@@ -82,3 +85,22 @@ async def test_http_handlers_join_the_trace_of_their_own_request_only():
             async with session.get("/", headers=headers) as response:
                 assert response.status == 200
     assert [TRACE in one for one in seen] == [True, False]
+
+
+def test_a_lot_is_drawn_once_for_a_new_trace_and_a_callers_decision_holds(monkeypatch):
+    sampler = telemetry._RootSampler(0.5)
+    assert telemetry.unrecorded("") == "", "nothing is recorded without a provider"
+    monkeypatch.setattr(telemetry, "_root", sampler)
+    tracer = TracerProvider(sampler=ParentBased(sampler)).get_tracer("test")
+
+    def recorded():
+        sent = telemetry.unrecorded("")
+        if sent is None:
+            assert tracer.start_span("a").is_recording()
+            return True
+        assert re.fullmatch("00-[0-9a-f]{32}-[0-9a-f]{16}-00", sent)
+        return False
+
+    assert {contextvars.copy_context().run(recorded) for _ in range(200)} == {True, False}
+    taken, left = (f"00-{TRACE}-b7ad6b7169203331-0{flag}" for flag in (1, 0))
+    assert (telemetry.unrecorded(taken), telemetry.unrecorded(left)) == (None, left)

@@ -36,12 +36,17 @@ class Mount:
     name: str
 
 
+HttpService = Callable[[str, int], AbstractAsyncContextManager[int]]
+"""Serves HTTP on (host, port) until it is left and yields the bound port; raises `OSError` when it cannot be bound. It
+answers /metrics and /healthz itself."""
+
+
 @dataclass(frozen=True)
 class Service:
-    """What a process serves: gRPC services and, when `http_listen` is set, an aiohttp application."""
+    """What a process serves: gRPC services and, when `http_listen` is set, HTTP by aiohttp or by its own server."""
 
     mounts: tuple[Mount, ...]
-    http: web.Application | None = None
+    http: web.Application | HttpService | None = None
     attend: "Callable[[Bound], AbstractAsyncContextManager[object]] | None" = None
     """Entered when the addresses are bound, left before they close: registration of a process that binds port 0."""
 
@@ -121,26 +126,36 @@ def _check_free(address: str) -> None:
 
 @asynccontextmanager
 async def _http(service: Service, settings: ServiceSettings) -> AsyncIterator[str]:
-    app = service.http or web.Application()
+    own = service.http or web.Application()
+    listening = _by_aiohttp(own, settings) if isinstance(own, web.Application) else own
+    host, _, port = settings.http_listen.rpartition(":")
+    async with AsyncExitStack() as stack:
+        try:
+            bound = await stack.enter_async_context(listening(host.strip("[]"), int(port)))
+        except OSError as error:
+            raise StartupError(f"cannot listen on {settings.http_listen}: {error.strerror}") from None
+        yield f"{host}:{bound}"
+
+
+def _by_aiohttp(app: web.Application, settings: ServiceSettings) -> HttpService:
     paths = {resource.canonical for resource in app.router.resources()}
     if "/metrics" not in paths:
         app.router.add_get("/metrics", _metrics)
     if "/healthz" not in paths:
         app.router.add_get("/healthz", _healthz)
     app.middlewares.insert(0, _traced)
-    runner = web.AppRunner(app, shutdown_timeout=settings.drain_seconds, handler_cancellation=True)
-    await runner.setup()
-    host, _, port = settings.http_listen.rpartition(":")
-    try:
-        site = web.TCPSite(runner, host.strip("[]"), int(port), backlog=1024)
-        await site.start()
-    except OSError as error:
-        await runner.cleanup()
-        raise StartupError(f"cannot listen on {settings.http_listen}: {error.strerror}") from None
-    try:
-        yield f"{host}:{runner.addresses[0][1]}"
-    finally:
-        await runner.cleanup()
+
+    @asynccontextmanager
+    async def listening(host: str, port: int) -> AsyncIterator[int]:
+        runner = web.AppRunner(app, shutdown_timeout=settings.drain_seconds, handler_cancellation=True)
+        await runner.setup()
+        try:
+            await web.TCPSite(runner, host, port, backlog=1024).start()
+            yield runner.addresses[0][1]
+        finally:
+            await runner.cleanup()
+
+    return listening
 
 
 @web.middleware

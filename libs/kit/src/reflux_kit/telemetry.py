@@ -1,19 +1,22 @@
 """Spans: W3C context across gRPC, HTTP and Redis messages; OTLP export or a local JSON-lines sink."""
 
+import contextvars
 import json
 import logging
 import os
+import random
 import threading
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from opentelemetry import context as otel_context
 from opentelemetry import trace
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
-from opentelemetry.sdk.trace.sampling import ParentBasedTraceIdRatio
+from opentelemetry.sdk.trace.sampling import ParentBased, SamplingResult, TraceIdRatioBased
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from opentelemetry.util.types import AttributeValue
 
@@ -23,6 +26,17 @@ log = logging.getLogger(__name__)
 
 _W3C = TraceContextTextMapPropagator()
 _MAX_SINK_BYTES = 256 << 20
+
+
+class _RootSampler(TraceIdRatioBased):
+    """Samples new traces by their id, but for the one that `unrecorded` has drawn a lot for in this task."""
+
+    def should_sample(self, parent_context: Any, trace_id: int, *args: Any, **kwargs: Any) -> SamplingResult:
+        return super().should_sample(parent_context, 0 if _drawn.get() else trace_id, *args, **kwargs)
+
+
+_root: _RootSampler | None = None
+_drawn: contextvars.ContextVar[bool] = contextvars.ContextVar("drawn", default=False)
 
 
 class FileExporter(SpanExporter):
@@ -84,7 +98,9 @@ def setup(service: str, *, state_dir: str, otlp_endpoint: str, ratio: float) -> 
             raise StartupError(f"the state folder {state_dir} cannot be used: {error.strerror}") from None
     else:
         return None
-    provider = TracerProvider(resource=Resource({"service.name": service}), sampler=ParentBasedTraceIdRatio(ratio))
+    global _root  # process-wide, as the provider is
+    _root = _RootSampler(ratio)
+    provider = TracerProvider(resource=Resource({"service.name": service}), sampler=ParentBased(_root))
     provider.add_span_processor(BatchSpanProcessor(exporter, max_queue_size=8192, schedule_delay_millis=500))
     trace.set_tracer_provider(provider)
     return provider
@@ -101,6 +117,22 @@ def span(
     tracer = trace.get_tracer("reflux")
     with tracer.start_as_current_span(name, context=context, links=linked, attributes=names) as current:
         yield current
+
+
+def unrecorded(sent: str) -> str | None:
+    """For paths where a span that is not recorded costs too much: draws the lot before there is one, once per task.
+
+    Takes the caller's traceparent, or "" for a new trace. Returns what to send on (perhaps "") when nothing is recorded
+    here; None when the block is to be wrapped in `joined` and `span`, which then draw no second lot.
+    """
+    if _root is None:
+        return sent
+    if sent:
+        return None if sent[-1] in "13579bdf" else sent
+    if random.random() < _root.rate:
+        _drawn.set(True)
+        return None
+    return f"00-{random.getrandbits(128):032x}-{random.getrandbits(64):016x}-00"
 
 
 def traceparent() -> str:

@@ -2,9 +2,10 @@
 
 import asyncio
 import logging
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+
+import uvloop
 
 from reflux.inference_gateway.v1.inference_gateway_service_pb2_grpc import (
     add_InferenceGatewayServiceServicer_to_server,
@@ -13,8 +14,7 @@ from reflux_inference_gateway import metrics
 from reflux_inference_gateway.clients import ReplicaClients
 from reflux_inference_gateway.dispatch import Dispatcher
 from reflux_inference_gateway.fleet import Fleet
-from reflux_inference_gateway.http.app import OpenAiDoor
-from reflux_inference_gateway.http.upstream import upstream_session
+from reflux_inference_gateway.http.service import openai_service
 from reflux_inference_gateway.replicas import ReplicaTable
 from reflux_inference_gateway.routing import POLICIES
 from reflux_inference_gateway.servicer import SERVICE_NAME, InferenceGatewayServicer
@@ -37,16 +37,14 @@ async def build(settings: GatewaySettings) -> AsyncIterator[Service]:
     )
     metrics.observe_fleet(dispatcher.fleet)
     clients = ReplicaClients(settings)
-    async with upstream_session() as session:
-        ageing = asyncio.create_task(_age(dispatcher, clients, settings))
-        try:
-            servicer = InferenceGatewayServicer(dispatcher, clients, settings.heartbeat_seconds)
-            door = OpenAiDoor(dispatcher, session, settings, time.monotonic())
-            mount = Mount(servicer, add_InferenceGatewayServiceServicer_to_server, SERVICE_NAME)
-            yield Service((mount,), door.application())
-        finally:
-            ageing.cancel()
-            await clients.close()
+    ageing = asyncio.create_task(_age(dispatcher, clients, settings))
+    try:
+        servicer = InferenceGatewayServicer(dispatcher, clients, settings.heartbeat_seconds)
+        mount = Mount(servicer, add_InferenceGatewayServiceServicer_to_server, SERVICE_NAME)
+        yield Service((mount,), openai_service(dispatcher, settings))
+    finally:
+        ageing.cancel()
+        await clients.close()
 
 
 async def _age(dispatcher: Dispatcher, clients: ReplicaClients, settings: GatewaySettings) -> None:
@@ -76,6 +74,7 @@ async def _age(dispatcher: Dispatcher, clients: ReplicaClients, settings: Gatewa
 
 def main() -> None:
     """Runs the gateway until SIGTERM."""
+    asyncio.set_event_loop_policy(uvloop.EventLoopPolicy())
     serve("inference-gateway", GatewaySettings, build)
 
 

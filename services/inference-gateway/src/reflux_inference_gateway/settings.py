@@ -47,3 +47,27 @@ class GatewaySettings(ServiceSettings):
 
     request_seconds: float = Field(default=1800.0, gt=0)
     """Longest time for one HTTP request, waiting included; gRPC callers bring their own deadline."""
+
+    api_keys_file: str = ""
+    """TOML file of tenants' API keys for the HTTP door (docs/openai-api.md); empty: tokens of the stack only."""
+
+    tls_certificate: str = ""
+    """PEM file with the certificate chain of the HTTP door; empty serves plain HTTP."""
+
+    tls_key: str = ""
+    """PEM file with its private key; empty when the certificate's file has it."""
+
+    max_connections: int = Field(default=16_384, ge=1)
+    """HTTP connections; above it the one that idles for longest is closed."""
+
+    max_held_bytes: int = Field(default=1 << 30, ge=1024)
+    """HTTP bodies that are read or answered at one time, together; further ones are refused with 429."""
+
+    idle_seconds: float = Field(default=75.0, gt=0)
+    """An HTTP connection without a request is closed after it."""
+
+    head_seconds: float = Field(default=10.0, gt=0)
+    """In which the head of an HTTP request must arrive, else 408."""
+
+    body_seconds: float = Field(default=60.0, gt=0)
+    """In which its body must arrive, else 408."""

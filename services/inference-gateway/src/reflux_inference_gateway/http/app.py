@@ -1,31 +1,58 @@
 """Routes of the OpenAI door: generation is relayed byte for byte, errors are OpenAI error objects."""
 
-import json
-import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from urllib.parse import unquote_to_bytes
 
-import aiohttp
-from aiohttp import web
+import orjson
+from prometheus_client import generate_latest
 
 from reflux_inference_gateway import metrics
 from reflux_inference_gateway.dispatch import Dispatcher, Want
-from reflux_inference_gateway.errors import GenerationLost, NoReplica, Overloaded, UnknownModel
-from reflux_inference_gateway.http.headers import end_to_end
+from reflux_inference_gateway.http import edits
+from reflux_inference_gateway.http.access import Access, Caller
+from reflux_inference_gateway.http.answer import Answer
+from reflux_inference_gateway.http.exchange import Exchange, Request
+from reflux_inference_gateway.http.failures import as_api_error, unknown_model
+from reflux_inference_gateway.http.headers import Headers, end_to_end, lines
+from reflux_inference_gateway.http.hints import Hints, read_hints
 from reflux_inference_gateway.http.shadow import Shadow, read_shadow
-from reflux_inference_gateway.http.upstream import Head, Part, send
+from reflux_inference_gateway.http.tracing import traced
+from reflux_inference_gateway.http.trajectories import Trajectories
+from reflux_inference_gateway.http.upstream import Upstreams, send
 from reflux_inference_gateway.openai_errors import ApiError
 from reflux_inference_gateway.replicas import Replica
+from reflux_inference_gateway.routing.base import Ask
 from reflux_inference_gateway.settings import GatewaySettings
-from reflux_kit import auth, scope, telemetry
-from reflux_kit.errors import PermissionDenied, ServiceError, Unauthenticated
+from reflux_kit.errors import ServiceError
 
-log = logging.getLogger(__name__)
+_JSON: Headers = [(b"content-type", b"application/json")]
+_METRICS: Headers = [(b"content-type", b"text/plain; version=0.0.4")]
+_MODEL_PREFIX = b"/v1/models/"
 
-_MIN_VERSION = "X-Reflux-Min-Version"
-_OPEN_PATHS = ("/healthz", "/metrics")
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+@dataclass(frozen=True)
+class Relay:
+    """A path that goes to a replica of the request's model, whose engine may or may not have it."""
+
+    model_required: bool = True
+    """False where engines take bodies without a model; then the only model that is served is meant."""
+    generates: bool = True
+    """True when its body may be edited."""
+
+
+RELAYED = {
+    b"/v1/completions": Relay(),
+    b"/v1/chat/completions": Relay(),
+    b"/v1/responses": Relay(),
+    b"/v1/embeddings": Relay(generates=False),
+    b"/generate": Relay(model_required=False),
+    b"/inference/v1/generate": Relay(model_required=False),
+    b"/tokenize": Relay(model_required=False, generates=False),
+    b"/detokenize": Relay(model_required=False, generates=False),
+}
+_OPEN = (b"/healthz", b"/metrics")
 
 
 @dataclass
@@ -36,160 +63,167 @@ class OpenAiDoor:
     """
 
     dispatcher: Dispatcher
-    session: aiohttp.ClientSession
+    upstreams: Upstreams
+    access: Access
     settings: GatewaySettings
     started_seconds: float
+    trajectories: Trajectories = field(default_factory=Trajectories)
 
-    def application(self) -> web.Application:
-        """The aiohttp application for the kit's server."""
-        app = web.Application(middlewares=[self._errors, self._token], client_max_size=self.settings.max_body_bytes)
-        app.router.add_post("/v1/completions", self.generate)
-        app.router.add_post("/v1/chat/completions", self.generate)
-        app.router.add_get("/v1/models", self.models)
-        app.router.add_get("/v1/models/{model:.+}", self.model)
-        return app
+    def screen(self, request: Request) -> ApiError | None:
+        """Refuses strangers, unknown paths and wrong methods before a body is read."""
+        path = request.path
+        if path in _OPEN:
+            return None if request.method in (b"GET", b"HEAD") else _wrong_method("GET")
+        try:
+            request.caller = self.access.caller(request.header(b"authorization"))
+        except ApiError as error:
+            return error
+        if path in RELAYED:
+            return None if request.method == b"POST" else _wrong_method("POST")
+        if path == b"/v1/models" or path.startswith(_MODEL_PREFIX):
+            return None if request.method in (b"GET", b"HEAD") else _wrong_method("GET")
+        return ApiError(404, f"there is no {path[:200].decode('latin-1')!r} here", code="not_found")
 
-    async def models(self, request: web.Request) -> web.Response:
-        """Every model with at least one replica."""
-        return web.json_response({"object": "list", "data": [_model(name) for name in self.dispatcher.table.models()]})
+    async def serve(self, exchange: Exchange) -> None:
+        """Answers one request; every failure leaves as an OpenAI error object."""
+        request = exchange.request
+        try:
+            if request.refusal is not None:
+                raise request.refusal
+            if request.path in RELAYED:
+                await self._relay(exchange, RELAYED[request.path])
+            else:
+                self._answer(exchange)
+        except (ApiError, ServiceError) as error:
+            exchange.fail(as_api_error(error))
+        finally:
+            self._count(request, exchange.status)
 
-    async def model(self, request: web.Request) -> web.Response:
-        """One model, or 404."""
-        name = request.match_info["model"]
-        self._check_scope(request, name)
-        if name not in self.dispatcher.table.models():
-            raise _unknown(name)
-        return web.json_response(_model(name))
+    def fail(self, exchange: Exchange, error: ApiError) -> None:
+        """Ends an answer that is not complete."""
+        exchange.fail(error)
 
-    async def generate(self, request: web.Request) -> web.StreamResponse:
-        """Relays a completion or chat request to a replica."""
-        body = await _read(request)
-        shadow = read_shadow(body)
-        self._check_scope(request, shadow.model)
-        await self._known(shadow.model)
-        want = Want(
-            model_id=shadow.model,
+    def _count(self, request: Request, status: int) -> None:
+        """Counts an answer; status 499 stands for a client that went away before it."""
+        path = request.path
+        known = path in RELAYED or path in _OPEN or path == b"/v1/models"
+        metrics.HTTP_RESPONSES.labels(path.decode() if known else "other", str(status or 499)).inc()
+
+    def _answer(self, exchange: Exchange) -> None:
+        """Paths that the gateway answers itself."""
+        path = exchange.request.path
+        if path == b"/healthz":
+            exchange.respond(200, _JSON, b'{"status": "ok"}')
+        elif path == b"/metrics":
+            exchange.respond(200, _METRICS, generate_latest())
+        elif path == b"/v1/models":
+            served = {"object": "list", "data": [_model(name) for name in self.dispatcher.table.models()]}
+            exchange.respond(200, _JSON, orjson.dumps(served))
+        else:
+            name = unquote_to_bytes(path.removeprefix(_MODEL_PREFIX)).decode("utf-8", "replace")
+            _caller(exchange.request).check_model(name)
+            if name not in self.dispatcher.table.models():
+                raise unknown_model(name)
+            exchange.respond(200, _JSON, orjson.dumps(_model(name)))
+
+    async def _relay(self, exchange: Exchange, relay: Relay) -> None:
+        request, caller = exchange.request, _caller(exchange.request)
+        self.access.enter(caller)
+        try:
+            shadow = read_shadow(request.body, model_required=relay.model_required)
+            hints = read_hints(request.headers)
+            model = shadow.model or self._only_model()
+            caller.check_model(model)
+            await self._known(model)
+            with traced(request, model) as trace:
+                to = self._sender(request, shadow, hints.session if relay.generates else "", trace)
+                async with aclosing(self.dispatcher.stream(self._want(shadow, hints, caller, model), to)) as answers:
+                    async for answer in answers:
+                        _pass_on(answer, exchange)
+        finally:
+            self.access.leave(caller)
+
+    def _want(self, shadow: Shadow, hints: Hints, caller: Caller, model: str) -> Want:
+        ask = Ask(
+            num_samples=shadow.num_samples,
+            prompt=shadow.prompt_key(),
+            num_prompt_tokens=shadow.num_prompt_tokens,
+            max_tokens=shadow.max_tokens,
+            session=hints.session,
+            run=caller.run,
+        )
+        return Want(
+            model_id=model,
             num_tokens=shadow.num_tokens,
-            min_version=_min_version(request),
+            min_version=hints.min_version,
+            max_lag=hints.max_lag,
+            version=hints.version,
+            ask=ask,
+            session=hints.session,
+            tenant=caller.tenant,
             http=True,
             deadline_seconds=self.settings.request_seconds,
         )
-        with telemetry.span("gateway.http", model=shadow.model, path=request.path):
-            async with aclosing(self.dispatcher.stream(want, self._sender(request, body))) as parts:
-                return await self._relay(request, shadow, parts)
 
-    def _sender(self, request: web.Request, body: bytes) -> Callable[[Replica], AsyncGenerator[Part, None]]:
-        headers = end_to_end(request.headers)
-        carrier: dict[str, str] = {}
-        telemetry.inject(carrier)
-        headers = [pair for pair in headers if pair[0].lower() not in carrier] + list(carrier.items())
+    def _sender(
+        self, request: Request, shadow: Shadow, session: str, trace: Headers
+    ) -> Callable[[Replica], AsyncGenerator[Answer, None]]:
+        head = lines(self._headers(request, trace))
 
-        def to(replica: Replica) -> AsyncGenerator[Part, None]:
-            return send(self.session, request.method, replica.info.http_url + request.path_qs, headers, body)
+        def to(replica: Replica) -> AsyncGenerator[Answer, None]:
+            body = request.body
+            if session:
+                info = replica.info
+                version = self.trajectories.started(info.model_id, session, info.version)
+                body = edits.apply(body, shadow.fields, edits.salt(info.engine, version))
+            origin = self.upstreams.origin(replica.info.http_url)
+            return send(origin, request.method, request.target, head, body)
 
         return to
 
-    async def _relay(self, request: web.Request, shadow: Shadow, parts: AsyncIterator[Part]) -> web.StreamResponse:
-        response: web.StreamResponse | None = None
-        try:
-            async for part in parts:
-                if isinstance(part, bytes):
-                    assert response is not None
-                    await response.write(part)
-                elif part.streamed:
-                    response = web.StreamResponse(status=part.status, headers=part.headers)
-                    await response.prepare(request)
-                else:
-                    response = _whole(part)
-        except GenerationLost as error:
-            if response is None:
-                raise
-            log.warning("stream of %s broke: %s", shadow.model, error)
-            event = json.dumps(ApiError(502, str(error), code="generation_lost").body())
-            await response.write(f"data: {event}\n\n".encode())
-        assert response is not None
-        return response
+    def _headers(self, request: Request, trace: Headers) -> Headers:
+        """What the replica gets: the client's headers, our trace context, and no key that only the gateway knows."""
+        headers, ours = end_to_end(request.headers), list(trace)
+        if _caller(request).key is not None:
+            ours.append((b"authorization", self.access.own_authorization()))
+        names = {name for name, _ in ours}
+        return [pair for pair in headers if pair[0] not in names] + [pair for pair in ours if pair[1]]
+
+    def _only_model(self) -> str:
+        models = self.dispatcher.table.models()
+        if len(models) != 1:
+            raise ApiError(400, f"model is required: {len(models)} models are served", param="model")
+        return models[0]
 
     async def _known(self, model: str) -> None:
         """Raises 404 for a model that no replica serves; right after a start it may still register."""
         deadline = self.started_seconds + self.settings.startup_grace_seconds
-        while model not in self.dispatcher.table.models():
+        while not self.dispatcher.table.entries(model):
             left = deadline - self.dispatcher.clock()
             if left <= 0:
-                raise _unknown(model)
+                raise unknown_model(model)
             await self.dispatcher.changes.wait(left)
 
-    @web.middleware
-    async def _errors(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Every failure leaves as an OpenAI error object."""
-        try:
-            response = await handler(request)
-        except ApiError as error:
-            response = error.response()
-        except ServiceError as error:
-            response = _as_api_error(error).response()
-        except web.HTTPException as error:
-            response = ApiError(error.status, error.reason or "").response()
-            response.headers.extend({"Allow": error.headers["Allow"]} if "Allow" in error.headers else {})
-        route = request.match_info.route.resource
-        metrics.HTTP_RESPONSES.labels(route.canonical if route else "unknown", str(response.status)).inc()
-        return response
 
-    @web.middleware
-    async def _token(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        if request.path not in _OPEN_PATHS:
-            self._run_of(request)
-        return await handler(request)
-
-    def _run_of(self, request: web.Request) -> str:
-        """The run that the caller's token is for; empty when it is the stack's, or none is needed."""
-        if not self.settings.stack_secret:
-            return ""
-        return auth.from_header(self.settings.stack_secret, request.headers.get("Authorization")).run
-
-    def _check_scope(self, request: web.Request, model: str) -> None:
-        if run := self._run_of(request):
-            scope.check_run(model, run, "model")
+def _pass_on(answer: Answer, exchange: Exchange) -> None:
+    """Sends a whole answer, or the head of one that is relayed from now on as it comes."""
+    headers = end_to_end(answer.headers)
+    if answer.streamed:
+        exchange.open(answer.status, headers, event_stream=answer.is_event_stream)
+        exchange.flow = answer
+        answer.relay(exchange)
+    else:
+        exchange.respond(answer.status, headers, answer.body())
 
 
-async def _read(request: web.Request) -> bytes:
-    try:
-        return await request.read()
-    except web.HTTPRequestEntityTooLarge as error:
-        raise ApiError(413, f"the body exceeds {request._client_max_size} bytes", code="body_too_large") from error
-
-
-def _min_version(request: web.Request) -> int:
-    text = request.headers.get(_MIN_VERSION, "0")
-    if not text.isascii() or not text.isdigit() or len(text) > 18:
-        raise ApiError(400, f"{_MIN_VERSION} must be a whole number, got {text[:40]!r}", param=_MIN_VERSION)
-    return int(text)
-
-
-def _whole(head: Head) -> web.Response:
-    return web.Response(status=head.status, body=head.body, headers=head.headers)
+def _caller(request: Request) -> Caller:
+    assert request.caller is not None
+    return request.caller
 
 
 def _model(name: str) -> dict[str, str | int]:
     return {"id": name, "object": "model", "created": 0, "owned_by": "reflux"}
 
 
-def _unknown(model: str) -> ApiError:
-    return ApiError(404, f"the model {model[:200]!r} does not exist", param="model", code="model_not_found")
-
-
-def _as_api_error(error: ServiceError) -> ApiError:
-    match error:
-        case Unauthenticated():
-            return ApiError(401, str(error), code="invalid_api_key")
-        case PermissionDenied():
-            return ApiError(403, str(error), code="permission_denied")
-        case UnknownModel():
-            return ApiError(404, str(error), param="model", code="model_not_found")
-        case Overloaded():
-            return ApiError(429, str(error), code="overloaded", retry_after_seconds=1)
-        case NoReplica():
-            return ApiError(503, str(error), code="no_replica", retry_after_seconds=1)
-        case GenerationLost():
-            return ApiError(502, str(error), code="generation_lost")
-    return ApiError(500, str(error), code=error.reason.lower())
+def _wrong_method(allowed: str) -> ApiError:
+    return ApiError(405, f"this path takes {allowed} only", code="method_not_allowed", allow=allowed)

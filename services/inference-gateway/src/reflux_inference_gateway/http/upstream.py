@@ -1,58 +1,137 @@
-"""One HTTP request to a replica, as an iterator of parts that the dispatcher can retry before the first one is out."""
+"""Keep-alive connections to replicas, and one request over them that the dispatcher can retry before it is out."""
 
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
-
-import aiohttp
-from yarl import URL
+import asyncio
+import ssl
+from collections.abc import AsyncGenerator
+from urllib.parse import urlsplit
 
 from reflux_inference_gateway.dispatch import ReplicaLost
-from reflux_inference_gateway.http.headers import end_to_end
+from reflux_inference_gateway.http.answer import Answer, Broken, UpstreamConnection
+from reflux_inference_gateway.http.headers import Body
 
-_EVENT_STREAM = "text/event-stream"
-
-
-@dataclass(frozen=True)
-class Head:
-    """Status and headers of the replica's answer; `body` holds all of it unless the answer is a stream."""
-
-    status: int
-    headers: list[tuple[str, str]]
-    body: bytes
-    streamed: bool
+CONNECT_SECONDS = 5.0
+IDLE_SECONDS = 4.0
+"""Below the 5 s after which uvicorn, hence vLLM and SGLang, closes an idle connection."""
+MAX_IDLE = 512
+"""Idle connections that are kept per replica."""
+_JOINED_BYTES = 1 << 16
 
 
-Part = Head | bytes
+class Origin:
+    """One replica's HTTP door and the idle connections to it, the most recently used one last."""
+
+    def __init__(self, url: str) -> None:
+        parts = urlsplit(url)
+        self.secure = parts.scheme == "https"
+        self.host = parts.hostname or ""
+        self.port = parts.port or (443 if self.secure else 80)
+        self.path = parts.path.rstrip("/").encode()
+        self.host_line = b"host: %b\r\n" % parts.netloc.rpartition("@")[2].encode()
+        self.idle: list[UpstreamConnection] = []
+        self.retired = False
+        """True when nobody will take a connection from here any more."""
+
+    def take(self) -> UpstreamConnection | None:
+        """An idle connection, or None."""
+        while self.idle:
+            connection = self.idle.pop()
+            if connection.usable:
+                return connection
+            connection.close()
+        return None
+
+    def give(self, connection: UpstreamConnection) -> None:
+        """Takes a connection back whose answer is complete."""
+        if len(self.idle) < MAX_IDLE and not self.retired:
+            connection.idle_since = asyncio.get_running_loop().time()
+            self.idle.append(connection)
+        else:
+            connection.close()
+
+    async def connect(self) -> UpstreamConnection:
+        """Opens a connection; raises OSError or TimeoutError."""
+        context = ssl.create_default_context() if self.secure else None
+        async with asyncio.timeout(CONNECT_SECONDS):
+            _, connection = await asyncio.get_running_loop().create_connection(
+                lambda: UpstreamConnection(self.give), self.host, self.port, ssl=context
+            )
+        return connection
+
+    def sweep(self, now: float) -> None:
+        """Closes connections that idle for too long: soon the replica would, perhaps just when a request is sent."""
+        while self.idle and (self.idle[0].idle_since < now - IDLE_SECONDS or not self.idle[0].usable):
+            self.idle.pop(0).close()
 
 
-@asynccontextmanager
-async def upstream_session() -> AsyncIterator[aiohttp.ClientSession]:
-    """The keep-alive pool; idle connections end here before a replica ends them (75 s in aiohttp)."""
-    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=15.0)
-    timeout = aiohttp.ClientTimeout(total=None, sock_connect=5.0)
-    async with aiohttp.ClientSession(
-        connector=connector, timeout=timeout, auto_decompress=False, cookie_jar=aiohttp.DummyCookieJar()
-    ) as session:
-        yield session
+class Upstreams:
+    """Owns the connections to all replicas."""
+
+    def __init__(self) -> None:
+        self._origins: dict[str, Origin] = {}
+
+    def origin(self, url: str) -> Origin:
+        """The replica's connections."""
+        origin = self._origins.get(url)
+        if origin is None:
+            origin = self._origins[url] = Origin(url)
+        return origin
+
+    def sweep(self, now: float) -> None:
+        """Closes what idles for too long and forgets replicas without an idle connection."""
+        for url, origin in list(self._origins.items()):
+            origin.sweep(now)
+            if not origin.idle:
+                origin.retired = True
+                del self._origins[url]
+
+    def close(self) -> None:
+        """Closes what is idle; requests under way end with their own tasks."""
+        for origin in self._origins.values():
+            while origin.idle:
+                origin.idle.pop().close()
 
 
-async def send(
-    session: aiohttp.ClientSession, method: str, url: str, headers: list[tuple[str, str]], body: bytes
-) -> AsyncGenerator[Part, None]:
-    """Yields a Head, then the chunks of a stream as they come; raises ReplicaLost when the connection breaks.
+async def send(origin: Origin, method: bytes, target: bytes, lines: bytes, body: Body) -> AsyncGenerator[Answer, None]:
+    """Yields the answer once it is whole, or begun if it is a stream, and ends when it is complete.
 
-    An answer that is no event stream is read to its end first: until then nothing is out and it may be replaced.
+    An answer that is no stream is read to its end first: until then nothing is out and it may be replaced. A connection
+    that was kept alive and turns out to be closed is replaced by a new one, unless a byte of the answer has come.
+    Raises ReplicaLost when the connection breaks. Closing the generator hangs up on the replica.
     """
+    head = b"%b %b%b HTTP/1.1\r\n%b%bcontent-length: %d\r\n\r\n" % (
+        method,
+        origin.path,
+        target,
+        origin.host_line,
+        lines,
+        len(body),
+    )
+    answer: Answer | None = None
     try:
-        async with session.request(
-            method, URL(url, encoded=True), headers=headers, data=body or None, allow_redirects=False
-        ) as response:
-            streamed = response.headers.get("Content-Type", "").startswith(_EVENT_STREAM)
-            whole = b"" if streamed else await response.read()
-            yield Head(response.status, end_to_end(response.headers), whole, streamed)
-            if streamed:
-                async for chunk in response.content.iter_any():
-                    yield chunk
-    except (aiohttp.ClientError, OSError, TimeoutError) as error:
-        raise ReplicaLost(f"{url}: {type(error).__name__}") from error
+        connection = origin.take()
+        if connection is not None:
+            answer = _ask(connection, head, body)
+            try:
+                await answer.ready()
+            except Broken:
+                if answer.heard:
+                    raise
+                answer = connection = None
+        if answer is None:
+            answer = _ask(await origin.connect(), head, body)
+            await answer.ready()
+        yield answer
+        await answer.finished()
+    except (Broken, OSError, TimeoutError) as error:
+        raise ReplicaLost(f"{origin.host}:{origin.port}: {type(error).__name__} {error}") from error
+    finally:
+        if answer is not None:
+            answer.hang_up()
+
+
+def _ask(connection: UpstreamConnection, head: bytes, body: Body) -> Answer:
+    if len(body) <= _JOINED_BYTES:
+        return connection.ask(head + body)
+    answer = connection.ask(head)
+    connection.write(body)
+    return answer
