@@ -48,7 +48,7 @@ class InferenceGatewayServicer(InferenceGatewayServiceServicer):
                     if not call.whole_group:
                         for response in one_by_one(batch):
                             yield response
-            span.set_attribute("replicas", sorted({replica for replica, _ in batches}))
+            span.set_attribute("replicas", " ".join(sorted({replica for replica, _ in batches})))
         if call.whole_group:
             for response in whole_group(batches):
                 yield response
