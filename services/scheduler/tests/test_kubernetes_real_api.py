@@ -13,7 +13,8 @@ import pytest
 from kube_api import stamp
 from kube_world import LAUNCH, grant, until
 
-from reflux_scheduler.backends.base import GrantRefused
+from reflux_scheduler.backends.base import BackendAway, GrantRefused
+from reflux_scheduler.backends.kubernetes import api as api_module
 from reflux_scheduler.backends.kubernetes.api import ApiFailure, KubernetesApi, open_api
 from reflux_scheduler.backends.kubernetes.backend import KubernetesBackend
 from reflux_scheduler.backends.kubernetes.names import COMPUTE_DOMAIN, JOBSET, NODE, POD, SECRET, Kind
@@ -112,3 +113,45 @@ async def test_the_pod_template_passes_the_servers_validation(namespace):
         pod = {"apiVersion": "v1", "kind": "Pod", **template}
         pod["metadata"]["name"] = "agent"
         assert (await api.create(POD.path(namespace), pod))["metadata"]["uid"]
+
+
+async def test_lists_come_in_pages_and_watches_go_on_from_them(namespace, monkeypatch):
+    monkeypatch.setattr(api_module, "_PAGE", 2)
+    where = SECRET.path(namespace)
+    async with open_api(settings(namespace)) as api:
+        for name in "abcde":
+            await api.create(where, secret(name, kind="test"))
+        listed, version = await api.list(where, "kind=test")
+        assert [each["metadata"]["name"] for each in listed] == list("abcde")
+        await api.create(where, secret("other", kind="other"))
+        await api.create(where, secret("f", kind="test"))
+        await api.patch(SECRET.path(namespace, "a"), {"metadata": {"labels": {"kind": None}}})
+        seen = []
+        async with asyncio.timeout(READY_SECONDS):
+            async for event in api.watch(where, version, "kind=test"):
+                if event["type"] != "BOOKMARK":
+                    seen.append((event["type"], event["object"]["metadata"]["name"]))
+                if len(seen) == 2:
+                    break
+        assert seen == [("ADDED", "f"), ("DELETED", "a")]  # it left what the selector selects
+
+
+async def test_refusals_and_bad_credentials_are_told_apart(namespace, tmp_path):
+    where = SECRET.path(namespace)
+    async with open_api(settings(namespace)) as api:
+        await api.create(where, secret("a"))
+        for body, status in ((secret("a"), 409), (secret("Not A Name"), 422)):
+            with pytest.raises(ApiFailure) as refused:
+                await api.create(where, body)
+            assert refused.value.status == status
+        with pytest.raises(ApiFailure, match="404"):
+            await api.get(SECRET.path(namespace, "none"))
+        await api.delete(SECRET.path(namespace, "none"))
+    (tmp_path / "token").write_text("of nobody")
+    async with open_api(settings(namespace).model_copy(update={"token_file": str(tmp_path / "token")})) as stranger:
+        with pytest.raises(BackendAway, match="401"):
+            await stranger.list(where)
+
+
+def secret(name: str, **labels: str) -> dict:
+    return {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": name, "labels": labels}}
