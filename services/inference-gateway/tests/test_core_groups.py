@@ -189,7 +189,7 @@ async def test_shares_of_an_engine_that_counts_seeds_up_begin_where_the_group_wo
         await door.register("a", http_url=first, engine="vllm")
         await door.register("b", http_url=second, engine="vllm")
         request = group(n=5, whole_group=True)
-        request.sampling.seed = 40
+        request.sampling.seed, request.sampling.temperature = 40, 1.0
         (response,) = await answers(door.stub.GenerateGroup(request, timeout=10))
     assert [sample.index for sample in response.samples] == list(range(5))
     assert sorted((body["seed"], body["n"]) for body in bodies) == [(40, 3), (43, 2)]

@@ -26,6 +26,9 @@ class VllmServer:
     async def __call__(self, request):
         body = await request.json()
         self.bodies.append(body)
+        if body["n"] > 1 and body["temperature"] == 0:
+            error = {"message": "n must be 1 when using greedy sampling", "code": 400}
+            return web.json_response({"error": error}, status=400)
         if self.status != 200:
             return web.json_response({"error": {"message": "no", "code": self.status}}, status=self.status)
         try:
@@ -77,6 +80,12 @@ def choice(index, token_ids, finish_reason=None):
     return {"index": index, "text": "\u00e9" * count, "logprobs": logprobs, "token_ids": token_ids, **fields}
 
 
+def warm_group(*args, **fields):
+    request = group(*args, **fields)
+    request.sampling.temperature = 1.0
+    return request
+
+
 def spans(sample):
     return [(span.version, span.start, span.end, span.kv_version) for span in sample.versions]
 
@@ -86,7 +95,7 @@ async def test_samples_come_as_they_finish_with_ids_log_probs_and_the_version_of
     engine = VllmServer(go_on={0: last})
     async with gateway() as door, http_server(engine) as url:
         replica = await door.register("a", version=4, http_url=url, engine="vllm")
-        request = group(n=2)
+        request = warm_group(n=2)
         request.sampling.seed, request.sampling.temperature, request.sampling.top_p = 9, 0.5, 0.25
         request.sampling.top_k = 3
         request.sampling.stop_token_ids.extend([2, 5])
@@ -125,17 +134,28 @@ async def test_a_whole_group_is_one_answer_without_a_stream():
     engine = VllmServer()
     async with gateway() as door, http_server(engine) as url:
         await door.register("a", http_url=url, engine="sglang")
-        (response,) = await answers(door.stub.GenerateGroup(group(n=3, whole_group=True), timeout=20))
+        (response,) = await answers(door.stub.GenerateGroup(warm_group(n=3, whole_group=True), timeout=20))
     assert [list(sample.token_ids) for sample in response.samples] == [[10, 20, 2], [11, 21, 2], [12, 22, 2]]
     assert engine.bodies[0]["stream"] is False
     assert "seed" not in engine.bodies[0], "SGLang would draw the same three times"
+
+
+@pytest.mark.parametrize("whole_group", [False, True])
+async def test_greedy_samples_are_drawn_once_and_delivered_to_every_index(whole_group):
+    engine = VllmServer()
+    async with gateway() as door, http_server(engine) as url:
+        await door.register("a", http_url=url, engine="vllm")
+        responses = await answers(door.stub.GenerateGroup(group(n=3, whole_group=whole_group), timeout=20))
+    samples = [one for r in responses for one in (r.samples if whole_group else [r.sample])]
+    assert [(sample.index, list(sample.token_ids)) for sample in samples] == [(i, [10, 20, 2]) for i in range(3)]
+    assert [body["n"] for body in engine.bodies] == [1]
 
 
 async def test_abort_hangs_up_and_delivers_the_tokens_so_far():
     engine = VllmServer(go_on={1: asyncio.Event()})
     async with gateway() as door, http_server(engine) as url:
         await door.register("a", http_url=url, engine="vllm")
-        call = door.stub.GenerateGroup(group("mine", n=2), timeout=20)
+        call = door.stub.GenerateGroup(warm_group("mine", n=2), timeout=20)
         finished = (await call.read()).sample
         assert (await door.stub.Abort(pb.AbortRequest(request_id="mine"), timeout=5)).found
         aborted = (await call.read()).sample
@@ -149,7 +169,7 @@ async def test_a_caller_that_goes_away_ends_the_request_at_the_engine():
     engine = VllmServer(go_on={0: asyncio.Event()})
     async with gateway() as door, http_server(engine) as url:
         await door.register("a", http_url=url, engine="vllm")
-        call = door.stub.GenerateGroup(group(n=1), timeout=20)
+        call = door.stub.GenerateGroup(warm_group(n=1), timeout=20)
         await asyncio.wait_for(engine.begun.wait(), 10)
         call.cancel()
         await asyncio.wait_for(engine.cancelled.wait(), 10)
@@ -161,7 +181,7 @@ async def test_an_engine_that_breaks_with_no_sample_finished_is_replaced(fault):
     async with gateway() as door, http_server(bad) as first, http_server(good) as second:
         await door.register("bad", http_url=first, engine="vllm")
         await door.register("good", http_url=second, engine="vllm")
-        responses = await answers(door.stub.GenerateGroup(group(n=2), timeout=20))
+        responses = await answers(door.stub.GenerateGroup(warm_group(n=2), timeout=20))
     assert [response.replica for response in responses] == ["replicas/good"] * 2
     assert len(bad.bodies) == 1
 
@@ -171,7 +191,7 @@ async def test_what_an_engine_refuses_reaches_the_caller_with_its_words(status, 
     async with gateway() as door, http_server(VllmServer(status=status)) as url:
         await door.register("a", http_url=url, engine="vllm")
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await answers(door.stub.GenerateGroup(group(), timeout=20))
+            await answers(door.stub.GenerateGroup(warm_group(), timeout=20))
     assert caught.value.code().name == code
     assert '"message": "no"' in caught.value.details()
 
@@ -184,5 +204,5 @@ async def test_an_engine_that_sends_no_token_ids_is_named():
         await door.register("a", http_url=url)
         await door.register("b", http_url=url)
         with pytest.raises(grpc.aio.AioRpcError, match="return_token_ids") as caught:
-            await answers(door.stub.GenerateGroup(group(n=1, whole_group=True), timeout=20))
+            await answers(door.stub.GenerateGroup(warm_group(n=1, whole_group=True), timeout=20))
     assert reason_of(caught.value) == "GENERATION_LOST"

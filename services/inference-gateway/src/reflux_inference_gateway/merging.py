@@ -8,6 +8,10 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
+_MAX_AHEAD = 32
+"""Items that wait for the consumer: every wait of a stream for it costs two turns of the loop."""
+
+
 class _End:
     """A stream is over, well or by an error."""
 
@@ -18,10 +22,11 @@ class _End:
 async def merged(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
     """Yields the items of all streams; the first error of one closes the others and is raised.
 
-    A stream waits until its last item was taken. Closing the iterator closes all streams; each is advanced and closed
-    in one task of its own. (No TaskGroup: it would cancel whoever runs the consumer, which need not be waiting here.)
+    Streams run ahead of the consumer by a few items. Closing the iterator closes all streams; each is advanced and
+    closed in one task of its own. (No TaskGroup: it would cancel whoever runs the consumer, which need not be waiting
+    here.)
     """
-    queue: asyncio.Queue[T | _End] = asyncio.Queue(maxsize=1)
+    queue: asyncio.Queue[T | _End] = asyncio.Queue(maxsize=_MAX_AHEAD)
     tasks = [asyncio.create_task(_pump(stream, queue)) for stream in streams]
     open_streams = len(tasks)
     try:

@@ -1,6 +1,7 @@
 """The gateway's Prometheus metrics; names start with reflux_gateway_."""
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 from prometheus_client import Counter, Gauge
 
@@ -32,9 +33,19 @@ REPLICA_READY = Gauge("reflux_gateway_replica_ready", "1 when a replica takes re
 
 def count_samples(model_id: str, samples: Sequence[Sample]) -> None:
     """Counts finished samples and their tokens."""
-    TOKENS.labels(model_id).inc(sum(len(sample.token_ids) for sample in samples))
+    _tokens(model_id).inc(sum(len(sample.token_ids) for sample in samples))
     for sample in samples:
-        SAMPLES.labels(model_id, sample.finish_reason).inc()
+        _samples(model_id, sample.finish_reason).inc()
+
+
+@lru_cache(maxsize=1024)
+def _tokens(model_id: str) -> Counter:
+    return TOKENS.labels(model_id)
+
+
+@lru_cache(maxsize=1024)
+def _samples(model_id: str, finish_reason: str) -> Counter:
+    return SAMPLES.labels(model_id, finish_reason)
 
 
 def observe_fleet(fleet: Fleet) -> None:

@@ -48,6 +48,20 @@ class OpenAiReplica(ReplicaClient):
     async def generate(
         self, call: GroupCall, deadline_seconds: float | None, serving: Callable[[], int]
     ) -> AsyncGenerator[Sequence[Sample], None]:
+        if call.num_samples > 1 and not call.sampling.temperature:
+            # vLLM refuses several greedy samples of a prompt: they are one and the same.
+            async with aclosing(self._drawn(call.share(call.first_sample, 1), deadline_seconds, serving)) as samples:
+                async for (sample,) in samples:
+                    yield [_with_index(sample, call.first_sample + index) for index in range(call.num_samples)]
+            return
+        async with aclosing(self._drawn(call, deadline_seconds, serving)) as batches:
+            async for finished in batches:
+                yield finished
+
+    async def _drawn(
+        self, call: GroupCall, deadline_seconds: float | None, serving: Callable[[], int]
+    ) -> AsyncGenerator[list[Sample], None]:
+        """The samples of one request as they finish."""
         drawing = Drawing(call.first_sample, call.num_samples, serving)
         body = self._body(call, serving() if call.version is None else call.version)
         with self._line(call.request_id) as line:
@@ -152,3 +166,10 @@ class OpenAiReplica(ReplicaClient):
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_SECONDS)
             self._session = aiohttp.ClientSession(connector=connector, cookie_jar=aiohttp.DummyCookieJar())
         return self._session
+
+
+def _with_index(sample: Sample, index: int) -> Sample:
+    copy = Sample()
+    copy.CopyFrom(sample)
+    copy.index = index
+    return copy
