@@ -17,6 +17,7 @@ class Stack:
 
     def __init__(self, folder: Path, open_ones: ExitStack, gateway_url: str, settings: Mapping[str, str]) -> None:
         self.gateway_url = gateway_url
+        self.gateway_address = settings["REFLUX_GATEWAY_ADDRESS"]
         self._folder, self._open_ones, self._settings = folder, open_ones, settings
         self._adapters = 0
         self.adapter = self._start()

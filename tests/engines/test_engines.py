@@ -7,12 +7,16 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
+import grpc
 import pytest
 from learner import Learner, Weights, folder_weights, perturbed
 from servers import MODEL_ID, ask, sglang, vllm
 from stack import Stack, stack
 from talk import HANG_GUARD_SECONDS, PROMPT, Said, Sglang, Vllm
 
+from reflux.common.v1.common_pb2 import SamplingParams
+from reflux.inference_gateway.v1 import inference_gateway_service_pb2 as pb
+from reflux.inference_gateway.v1.inference_gateway_service_pb2_grpc import InferenceGatewayServiceStub
 from reflux_transfer.client.publisher import PublishAborted, Published
 
 ENGINES: dict[str, tuple[Callable, Callable, str]] = {
@@ -26,6 +30,7 @@ ASKED = os.environ.get("REFLUX_TEST_ENGINES_ONLY", "").split() or list(ENGINES)
 
 IN_FLIGHT_TOKENS = 120
 FOLLOWED_TOKENS = 6
+GROUP_TOKENS = 8
 ROUNDS = 3
 
 
@@ -125,6 +130,30 @@ def test_the_gateway_routes_to_the_engine_by_its_version(case: Case) -> None:
     body = {"model": MODEL_ID, "prompt": list(PROMPT), "max_tokens": 4, "temperature": 0}
     answer = ask(f"{case.stack.gateway_url}/v1/completions", body)
     assert answer["usage"]["completion_tokens"] == 4
+
+
+def test_the_gateway_draws_groups_with_the_engines_own_tokens_and_log_probs(case: Case) -> None:
+    case.publish(case.old)
+    said = case.engine.says(GROUP_TOKENS)
+    request = pb.GenerateGroupRequest(
+        request_id="group",
+        model_id=MODEL_ID,
+        prompt_token_ids=PROMPT,
+        num_samples=2,
+        sampling=SamplingParams(max_tokens=GROUP_TOKENS, temperature=0),
+        min_version=case.published,
+    )
+    with grpc.insecure_channel(case.stack.gateway_address) as channel:
+        stub = InferenceGatewayServiceStub(channel)
+        samples = [answer.sample for answer in stub.GenerateGroup(request, timeout=HANG_GUARD_SECONDS)]
+        request.whole_group = True
+        (whole,) = stub.GenerateGroup(request, timeout=HANG_GUARD_SECONDS)
+    assert sorted(sample.index for sample in samples) == [sample.index for sample in whole.samples] == [0, 1]
+    for sample in (*samples, *whole.samples):
+        assert tuple(sample.token_ids) == said.token_ids
+        # Two rows are computed in another order than one, in bfloat16.
+        assert list(sample.logprobs) == pytest.approx(said.logprobs, abs=0.05)
+        assert [(span.version, span.start, span.end) for span in sample.versions] == [(case.published, 0, GROUP_TOKENS)]
 
 
 def _as(said: Said, case: Case) -> Said:
