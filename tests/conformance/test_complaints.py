@@ -16,7 +16,7 @@ from reflux.inference_gateway.v1 import engine_service_pb2
 from reflux.inference_gateway.v1 import inference_gateway_service_pb2 as pb
 from reflux.inference_gateway.v1.engine_service_pb2_grpc import EngineServiceServicer
 
-GENERATING = ("/v1/completions", "/v1/chat/completions")
+GENERATING = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/inference/v1/generate", "/generate")
 OWN_EDITS = {"cache_salt", "extra_key"}
 """What the gateway may add to a body or set in it."""
 
