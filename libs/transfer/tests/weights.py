@@ -64,12 +64,28 @@ class LastingShm(ShmBackend):
 def publish(pipe: Connection, backend_name: str) -> None:
     """Sends (handle, generation), then writes a piece per "go"; ends by "end"."""
     arenas = PublisherArenas(open_backend(backend_name), LAYOUT, SLICE)
+    begins = [piece.slot.offset + piece.start for piece in GEOMETRY.pieces]
+    allowed = {begin: threading.Event() for begin in begins}
 
-    def cast(part: Any, place: memoryview) -> None:
-        assert pipe.recv() == "go"
-        copy(part, place)
+    def listen() -> None:
+        for begin in begins:
+            assert pipe.recv() == "go"
+            allowed[begin].set()
 
     with arenas.begin() as staging:
+        base = _address(arenas.view(staging.generation))
+
+        def cast(part: Any, place: memoryview) -> None:
+            allowed[_address(place) - base].wait()
+            copy(part, place)
+
+        listener = threading.Thread(target=listen, daemon=True)
+        listener.start()
         pipe.send((staging.offer(), staging.generation))
         pipe.send(staging.write(tensors(1), cast))
+        listener.join()
         pipe.recv()
+
+
+def _address(view: memoryview) -> int:
+    return int(np.frombuffer(view, np.uint8).ctypes.data)

@@ -192,6 +192,11 @@ class OwnedHeader:
         self._table[index] = checksum
         self._store(ready_pieces=index + 1)
 
+    def all_ready(self, checksums: Sequence[int]) -> None:
+        """All pieces lie in place."""
+        self._table[: len(checksums)] = np.fromiter(checksums, "<u8", len(checksums))
+        self._store(ready_pieces=len(checksums))
+
     def extra_ready(self, index: int, checksum: int) -> None:
         """The same for extras."""
         self._table[len(self._geometry.pieces) + index] = checksum

@@ -102,8 +102,7 @@ class ReplicaArenas:
         checksums: Sequence[int] = report.checksums if report and report.slice_bytes == self.slice_bytes else ()
         if not checksums:
             checksums = list(fingerprint.piece_checksums(buffer.tensors, self.layout, self.slice_bytes))
-        for piece, checksum in enumerate(checksums):
-            buffer.header.ready(piece, checksum)
+        buffer.header.all_ready(checksums)
         whole = fingerprint.tree(checksums)
         buffer.header.seal(whole, report.fingerprint if report else whole)
         return generation, self._backend.describe(buffer.region, replace(scope, generation=generation))

@@ -13,8 +13,8 @@ import xxhash
 
 from reflux_transfer import fingerprint
 from reflux_transfer.arenas.geometry import NOT_PACKED, Geometry
-from reflux_transfer.arenas.hashing import Hasher
 from reflux_transfer.arenas.header import OwnedHeader
+from reflux_transfer.arenas.writing import Writers
 from reflux_transfer.delta.codec import Encoded, encode
 from reflux_transfer.errors import LayoutError
 from reflux_transfer.handles import ANYWHERE, Scope
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from reflux_transfer.arenas.publisher import PublisherArenas
 
 Cast = Callable[[Any, memoryview], None]
-"""Writes a tensor, or a flat part of it, into its place; the place has the layout's dtype."""
+"""Writes a flat part of a tensor into its place, which has the layout's dtype. Called by several threads at once."""
 
 
 def copy(part: Any, place: memoryview) -> None:
@@ -71,10 +71,10 @@ class Staging:
     def write(self, tensors: Mapping[str, Any], cast: Cast = copy, *, base: int | None = None) -> int:
         """Fills the arena from name -> array (numpy or torch) and seals it; returns the fingerprint.
 
-        Arrays have the layout's number of elements; `cast` gets flat parts of them of at most a piece. With `base`, a
-        leased or pinned generation, the difference to it is added, unless it is too dense. Any exception fails the
-        generation for its readers. Raises `LayoutError` naming tensors, `KeyError` for a base that is gone, and
-        `GenerationGone` soon after the generation was failed or its arenas were closed.
+        Arrays have the layout's number of elements; `cast` gets flat parts of them of at most a piece, in threads. With
+        `base`, a leased or pinned generation, the difference to it is added, unless it is too dense. Any exception
+        fails the generation for its readers. Raises `LayoutError` naming tensors, `KeyError` for a base that is gone,
+        and `GenerationGone` soon after the generation was failed or its arenas were closed.
         """
         start = time.monotonic()
         with self._lock:
@@ -123,19 +123,20 @@ class Staging:
         flat = self._flat(tensors)
         checksums: list[int] = []
 
-        def hashed(index: int, checksum: int) -> None:
+        def checked(part: Any, place: memoryview) -> None:
+            self._check()
+            cast(part, place)
+
+        def written(index: int, checksum: int) -> None:
             checksums.append(checksum)
             self._ready(index, checksum)
 
-        with Hasher(hashed) as hasher:
+        with Writers(checked, written) as writers:
             for index, piece in enumerate(self._geometry.pieces):
-                self._check()
                 item = ITEM_BYTES[piece.slot.dtype]
                 part = flat[piece.slot.name][piece.start // item : (piece.start + piece.length) // item]
                 begin = piece.slot.offset + piece.start
-                place = self._tensors[begin : begin + piece.length]
-                cast(part, place)
-                hasher.put(index, place)
+                writers.put(index, part, self._tensors[begin : begin + piece.length])
         return fingerprint.tree(checksums)
 
     def _ready(self, index: int, checksum: int) -> None:
