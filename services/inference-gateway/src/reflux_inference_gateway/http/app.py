@@ -1,15 +1,13 @@
 """Routes of the OpenAI door: generation is relayed byte for byte, errors are OpenAI error objects."""
 
-from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
 from dataclasses import dataclass, field
 from urllib.parse import unquote_to_bytes
 
 import orjson
-from prometheus_client import generate_latest
+from prometheus_client import Counter, generate_latest
 
 from reflux_inference_gateway import metrics
-from reflux_inference_gateway.dispatch import Dispatcher, Want
+from reflux_inference_gateway.dispatch import Dispatcher
 from reflux_inference_gateway.http import edits
 from reflux_inference_gateway.http.access import Access, Caller
 from reflux_inference_gateway.http.answer import Answer
@@ -18,13 +16,16 @@ from reflux_inference_gateway.http.failures import as_api_error, unknown_model
 from reflux_inference_gateway.http.headers import Headers, end_to_end, lines
 from reflux_inference_gateway.http.hints import Hints, read_hints
 from reflux_inference_gateway.http.shadow import Shadow, read_shadow
+from reflux_inference_gateway.http.single import Attempt, serve_single
 from reflux_inference_gateway.http.tracing import traced
 from reflux_inference_gateway.http.trajectories import Trajectories
-from reflux_inference_gateway.http.upstream import Upstreams, send
+from reflux_inference_gateway.http.upstream import Upstreams, relay
 from reflux_inference_gateway.openai_errors import ApiError
 from reflux_inference_gateway.replicas import Replica
 from reflux_inference_gateway.routing.base import Ask
 from reflux_inference_gateway.settings import GatewaySettings
+from reflux_inference_gateway.share import Share
+from reflux_inference_gateway.want import Want
 from reflux_kit.errors import ServiceError
 
 _JSON: Headers = [(b"content-type", b"application/json")]
@@ -33,7 +34,7 @@ _MODEL_PREFIX = b"/v1/models/"
 
 
 @dataclass(frozen=True)
-class Relay:
+class Relayed:
     """A path that goes to a replica of the request's model, whose engine may or may not have it."""
 
     model_required: bool = True
@@ -43,14 +44,14 @@ class Relay:
 
 
 RELAYED = {
-    b"/v1/completions": Relay(),
-    b"/v1/chat/completions": Relay(),
-    b"/v1/responses": Relay(),
-    b"/v1/embeddings": Relay(generates=False),
-    b"/generate": Relay(model_required=False),
-    b"/inference/v1/generate": Relay(model_required=False),
-    b"/tokenize": Relay(model_required=False, generates=False),
-    b"/detokenize": Relay(model_required=False, generates=False),
+    b"/v1/completions": Relayed(),
+    b"/v1/chat/completions": Relayed(),
+    b"/v1/responses": Relayed(),
+    b"/v1/embeddings": Relayed(generates=False),
+    b"/generate": Relayed(model_required=False),
+    b"/inference/v1/generate": Relayed(model_required=False),
+    b"/tokenize": Relayed(model_required=False, generates=False),
+    b"/detokenize": Relayed(model_required=False, generates=False),
 }
 _OPEN = (b"/healthz", b"/metrics")
 
@@ -68,6 +69,7 @@ class OpenAiDoor:
     settings: GatewaySettings
     started_seconds: float
     trajectories: Trajectories = field(default_factory=Trajectories)
+    _counters: dict[tuple[bytes, int], Counter] = field(default_factory=dict)
 
     def screen(self, request: Request) -> ApiError | None:
         """Refuses strangers, unknown paths and wrong methods before a body is read."""
@@ -105,9 +107,14 @@ class OpenAiDoor:
 
     def _count(self, request: Request, status: int) -> None:
         """Counts an answer; status 499 stands for a client that went away before it."""
-        path = request.path
-        known = path in RELAYED or path in _OPEN or path == b"/v1/models"
-        metrics.HTTP_RESPONSES.labels(path.decode() if known else "other", str(status or 499)).inc()
+        key = (request.path, status or 499)
+        counter = self._counters.get(key)
+        if counter is None:
+            known = key[0] in RELAYED or key[0] in _OPEN or key[0] == b"/v1/models"
+            counter = metrics.HTTP_RESPONSES.labels(key[0].decode() if known else "other", str(key[1]))
+            if known:
+                self._counters[key] = counter
+        counter.inc()
 
     def _answer(self, exchange: Exchange) -> None:
         """Paths that the gateway answers itself."""
@@ -126,20 +133,18 @@ class OpenAiDoor:
                 raise unknown_model(name)
             exchange.respond(200, _JSON, orjson.dumps(_model(name)))
 
-    async def _relay(self, exchange: Exchange, relay: Relay) -> None:
+    async def _relay(self, exchange: Exchange, path: Relayed) -> None:
         request, caller = exchange.request, _caller(exchange.request)
         self.access.enter(caller)
         try:
-            shadow = read_shadow(request.body, model_required=relay.model_required)
+            shadow = read_shadow(request.body, model_required=path.model_required)
             hints = read_hints(request.headers)
             model = shadow.model or self._only_model()
             caller.check_model(model)
             await self._known(model)
             with traced(request, model) as trace:
-                to = self._sender(request, shadow, hints.session if relay.generates else "", trace)
-                async with aclosing(self.dispatcher.stream(self._want(shadow, hints, caller, model), to)) as answers:
-                    async for answer in answers:
-                        _pass_on(answer, exchange)
+                attempt = self._attempt(exchange, shadow, hints.session if path.generates else "", trace)
+                await serve_single(self.dispatcher, self._want(shadow, hints, caller, model), attempt)
         finally:
             self.access.leave(caller)
 
@@ -165,21 +170,24 @@ class OpenAiDoor:
             deadline_seconds=self.settings.request_seconds,
         )
 
-    def _sender(
-        self, request: Request, shadow: Shadow, session: str, trace: Headers
-    ) -> Callable[[Replica], AsyncGenerator[Answer, None]]:
+    def _attempt(self, exchange: Exchange, shadow: Shadow, session: str, trace: Headers) -> Attempt:
+        request = exchange.request
         head = lines(self._headers(request, trace))
 
-        def to(replica: Replica) -> AsyncGenerator[Answer, None]:
-            body = request.body
+        async def attempt(replica: Replica, share: Share) -> bool:
+            info, body = replica.info, request.body
             if session:
-                info = replica.info
                 version = self.trajectories.started(info.model_id, session, info.version)
                 body = edits.apply(body, shadow.fields, edits.salt(info.engine, version))
-            origin = self.upstreams.origin(replica.info.http_url)
-            return send(origin, request.method, request.target, head, body)
 
-        return to
+            def begin(answer: Answer) -> None:
+                share.attempts.delivered = True
+                _pass_on(answer, exchange)
+
+            await relay(self.upstreams.origin(info.http_url), request.method, request.target, head, body, begin)
+            return exchange.status < 500
+
+        return attempt
 
     def _headers(self, request: Request, trace: Headers) -> Headers:
         """What the replica gets: the client's headers, our trace context, and no key that only the gateway knows."""

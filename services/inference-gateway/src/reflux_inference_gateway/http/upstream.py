@@ -2,12 +2,12 @@
 
 import asyncio
 import ssl
-from collections.abc import AsyncGenerator
+from collections.abc import Callable
 from urllib.parse import urlsplit
 
-from reflux_inference_gateway.dispatch import ReplicaLost
 from reflux_inference_gateway.http.answer import Answer, Broken, UpstreamConnection
 from reflux_inference_gateway.http.headers import Body
+from reflux_inference_gateway.share import ReplicaLost
 
 CONNECT_SECONDS = 5.0
 IDLE_SECONDS = 4.0
@@ -91,21 +91,17 @@ class Upstreams:
                 origin.idle.pop().close()
 
 
-async def send(origin: Origin, method: bytes, target: bytes, lines: bytes, body: Body) -> AsyncGenerator[Answer, None]:
-    """Yields the answer once it is whole, or begun if it is a stream, and ends when it is complete.
+async def relay(
+    origin: Origin, method: bytes, target: bytes, lines: bytes, body: Body, begin: Callable[[Answer], None]
+) -> None:
+    """Sends a request, calls `begin` with the answer once it is whole, or a stream has begun, and waits for its end.
 
     An answer that is no stream is read to its end first: until then nothing is out and it may be replaced. A connection
     that was kept alive and turns out to be closed is replaced by a new one, unless a byte of the answer has come.
-    Raises ReplicaLost when the connection breaks. Closing the generator hangs up on the replica.
+    Raises ReplicaLost when the connection breaks. Cancelling hangs up on the replica.
     """
-    head = b"%b %b%b HTTP/1.1\r\n%b%bcontent-length: %d\r\n\r\n" % (
-        method,
-        origin.path,
-        target,
-        origin.host_line,
-        lines,
-        len(body),
-    )
+    parts = (method, origin.path, target, origin.host_line, lines, len(body))
+    head = b"%b %b%b HTTP/1.1\r\n%b%bcontent-length: %d\r\n\r\n" % parts
     answer: Answer | None = None
     try:
         connection = origin.take()
@@ -116,12 +112,13 @@ async def send(origin: Origin, method: bytes, target: bytes, lines: bytes, body:
             except Broken:
                 if answer.heard:
                     raise
-                answer = connection = None
+                answer = None
         if answer is None:
             answer = _ask(await origin.connect(), head, body)
             await answer.ready()
-        yield answer
-        await answer.finished()
+        begin(answer)
+        if not answer.complete:
+            await answer.finished()
     except (Broken, OSError, TimeoutError) as error:
         raise ReplicaLost(f"{origin.host}:{origin.port}: {type(error).__name__} {error}") from error
     finally:
