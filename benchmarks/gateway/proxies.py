@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import re
+import resource
 import signal
 import socket
 import subprocess
@@ -157,7 +158,9 @@ class Bench:
 
 @contextmanager
 def bench() -> Iterator[Bench]:
-    """Everything that a question starts ends with the block."""
+    """Everything that a question starts ends with the block. It may open as many files as this user may at all."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         yield Bench(stack, Path(folder))
 
