@@ -172,6 +172,14 @@ BAD = [
     (COMPLETIONS, {"prompt": "a", "prompt_logprobs": -1}, "prompt_logprobs"),
     (COMPLETIONS, {"prompt": "a", "prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
     (COMPLETIONS, {"prompt": "a", "cache_salt": 5}, "cache_salt"),
+    (COMPLETIONS, {"prompt": "a", "kv_transfer_params": 5}, "kv_transfer_params"),
+    (COMPLETIONS, {"prompt": ["a", "b"], "kv_transfer_params": {"do_remote_decode": True}}, "kv_transfer_params"),
+    (COMPLETIONS, {"prompt": "a", "kv_transfer_params": {"do_remote_prefill": True}}, "kv_transfer_params"),
+    (
+        COMPLETIONS,
+        {"prompt": "a", "kv_transfer_params": {"do_remote_decode": True}, "stream": True},
+        "kv_transfer_params",
+    ),
     (COMPLETIONS, {"prompt": "a", "seed": "x"}, "seed"),
     (COMPLETIONS, {"prompt": "a", "stop": [""]}, "stop"),
     (COMPLETIONS, {"prompt": "a", "stop": ["x"] * 17}, "stop"),
@@ -284,13 +292,15 @@ def test_unknown_fields_are_ignored_and_neutral_ones_accepted(model_folder):
 
 
 def test_engine_door_serves_the_routes_of_other_engines():
-    routes = {resource.canonical for resource in EngineDoor(*[None] * 4, "", 1024).application().router.resources()}
+    routes = {
+        resource.canonical for resource in EngineDoor(*[None] * 4, "", 1024, None).application().router.resources()
+    }
     assert {"/v1/completions", "/v1/chat/completions", "/v1/models", "/health"} <= routes
 
 
 async def test_an_engine_refuses_tokens_of_other_runs():
     secret = "a secret of the stack, long enough"
-    door = EngineDoor(None, None, LIMITS, "mine", secret, 1024)
+    door = EngineDoor(None, None, LIMITS, "mine", secret, 1024, None)
     async with TestClient(TestServer(door.application())) as client:
         for run, status in (("mine", 200), ("other", 403), ("", 200)):
             headers = {"Authorization": f"Bearer {auth.mint(secret, 'researcher', run=run)}"}

@@ -80,6 +80,7 @@ class EngineCore:
         self.batcher.add(Ticket(request.request_id, request.num_samples, len(request.prompt_ids), sampling.max_tokens))
         self._requests[request.request_id] = request
         self._outstanding[request.request_id] = request.num_samples
+        self.prompts.adopt(request, self.weights.epoch)
 
     @torch.inference_mode()
     def abort(self, request_id: str) -> bool:

@@ -48,7 +48,7 @@ class Filler:
         """Computes the next chunk for the samples of rows 0, 1, ...; returns its tokens that a swap had made stale."""
         for one in self._unfilled(samples):
             if one.done == one.length:
-                self._complete(one.row, samples, weights.version)
+                self._complete(one.row, samples, weights)
         waiting = self._unfilled(samples)
         if not waiting:
             return 0
@@ -64,7 +64,7 @@ class Filler:
         for piece, part in zip(pieces, parts, strict=True):
             self._note(weights, samples[piece.row], piece, part)
             if piece.last:
-                self._complete(piece.row, samples, weights.version)
+                self._complete(piece.row, samples, weights)
         return again
 
     def pending_tokens(self, samples: Sequence[Sample]) -> int:
@@ -95,15 +95,15 @@ class Filler:
             known = sample.prompt_scores if piece.start else []
             sample.prompt_scores = known + score_tokens(weights.params, hidden_TE, predicted, count)
 
-    def _complete(self, row: int, samples: Sequence[Sample], version: int) -> None:
+    def _complete(self, row: int, samples: Sequence[Sample], weights: Weights) -> None:
         sample = samples[row]
         first = not sample.begun
-        sample.fill(int(self._rows.generated_B[row]), version)
-        self._prompts.filled(sample, row, first=first)
+        sample.fill(int(self._rows.generated_B[row]), weights.version)
+        self._prompts.filled(sample, row, weights.epoch, first=first)
         followers = [(at, one) for at, one in enumerate(samples) if one.leader is sample]
         self._prompts.share(row, sample, followers)
         for at, one in followers:
             if one.request is sample.request:
-                one.fill(0, version)
+                one.fill(0, weights.version)
             elif one.filled == one.prompt_end:
-                self._complete(at, samples, version)
+                self._complete(at, samples, weights)

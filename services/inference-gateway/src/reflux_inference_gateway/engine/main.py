@@ -4,7 +4,7 @@ import asyncio
 import gc
 import sys
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, closing
 from dataclasses import replace
 
 import torch
@@ -12,6 +12,7 @@ import torch
 from reflux.inference_gateway.v1.engine_service_pb2_grpc import add_EngineServiceServicer_to_server
 from reflux_inference_gateway.engine import metrics
 from reflux_inference_gateway.engine.core import EngineCore, Event
+from reflux_inference_gateway.engine.handover import new_exchange
 from reflux_inference_gateway.engine.holding import Holding, holding, holding_adapters, layout_of
 from reflux_inference_gateway.engine.http import EngineDoor
 from reflux_inference_gateway.engine.loading import LoadedModel, core_options, load_model
@@ -78,7 +79,11 @@ async def _running(
     link = GatewayLink(settings, describe)
     followed = Followed(Follower(engine, held, describe, link.announce), adapters, choice) if held else None
     metrics.observe(engine)
-    door = EngineDoor(engine, model.tokenizer, limits, model_id, settings.stack_secret, settings.max_body_bytes)
+    dtype = model.weights.params["model.embed_tokens.weight"].dtype
+    exchange = new_exchange(settings, model.config, dtype, model_id, choice)
+    door = EngineDoor(
+        engine, model.tokenizer, limits, model_id, settings.stack_secret, settings.max_body_bytes, exchange
+    )
     mount = Mount(EngineServicer(engine, limits, describe), add_EngineServiceServicer_to_server, SERVICE_NAME)
 
     def attend(bound: Bound) -> AbstractAsyncContextManager[None]:
@@ -89,7 +94,8 @@ async def _running(
     gc.collect()
     gc.freeze()
     async with engine:
-        yield Service((mount,), door.application(), attend)
+        with closing(exchange):
+            yield Service((mount,), door.application(), attend)
     if fatal.reason:
         raise SystemExit(1)
 

@@ -39,6 +39,10 @@ class CompletionCall:
     include_usage: bool
     return_token_ids: bool
     cache_salt: str = ""
+    hand_over: bool = False
+    """The answer brings a ticket for what was computed of the prompt."""
+    ticket: dict[str, Any] | None = None
+    """What another engine computed of the prompt."""
 
 
 def parse_call(kind: Kind, body: bytes, model_id: str, tokenizer: TextTokenizer, limits: ModelLimits) -> CompletionCall:
@@ -72,6 +76,8 @@ def parse_call(kind: Kind, body: bytes, model_id: str, tokenizer: TextTokenizer,
         include_usage=_boolean(options, "include_usage"),
         return_token_ids=_boolean(fields, "return_token_ids"),
         cache_salt=_salt(fields),
+        hand_over=_hand_over(fields, len(prompts)),
+        ticket=_ticket(fields, len(prompts)),
     )
 
 
@@ -199,6 +205,32 @@ def _salt(fields: dict[str, Any]) -> str:
     if not isinstance(salt, str):
         raise ApiError(400, f"cache_salt must be a text, got {salt!r:.40}", param="cache_salt")
     return salt
+
+
+def _transfer(fields: dict[str, Any], num_prompts: int) -> dict[str, Any]:
+    """As in vLLM: `do_remote_decode` on the leg that computes the prompt, its answer's parameters on the other leg."""
+    params = fields.get("kv_transfer_params") or {}
+    if not isinstance(params, dict):
+        raise ApiError(400, "kv_transfer_params must be an object", param="kv_transfer_params")
+    if params and num_prompts > 1:
+        raise ApiError(400, "kv_transfer_params are for one prompt", param="kv_transfer_params")
+    return params
+
+
+def _hand_over(fields: dict[str, Any], num_prompts: int) -> bool:
+    wanted = _boolean(_transfer(fields, num_prompts), "do_remote_decode")
+    if wanted and fields.get("stream"):
+        raise ApiError(400, "do_remote_decode is not available with stream", param="kv_transfer_params")
+    return wanted
+
+
+def _ticket(fields: dict[str, Any], num_prompts: int) -> dict[str, Any] | None:
+    params = _transfer(fields, num_prompts)
+    if not _boolean(params, "do_remote_prefill"):
+        return None
+    if not isinstance(params.get("reflux"), dict):
+        raise ApiError(400, "these kv_transfer_params are not of this kind of engine", param="kv_transfer_params")
+    return params["reflux"]
 
 
 def _stops(fields: dict[str, Any]) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ import torch
 
 from reflux_inference_gateway.engine.prefix_store import BLOCK_TOKENS, PrefixStore
 from reflux_inference_gateway.engine.sequences import Sequence as Sample
-from reflux_inference_gateway.engine.types import PromptScores
+from reflux_inference_gateway.engine.types import ComputedPrompt, GroupRequest, PromptScores
 from reflux_model.cache import PrefixKV, SlotCache
 
 Leaders = dict[tuple[str, tuple[int, ...]], Sample]
@@ -34,6 +34,13 @@ class Prompts:
         self.reused_tokens = 0
         """Prompt tokens since the start that other prompts had computed."""
 
+    def adopt(self, request: GroupRequest, epoch: int) -> None:
+        """Takes over what another engine has computed of a prompt, if its weights were those of `epoch`."""
+        given = request.given
+        if given is not None and given.epoch == epoch and request.sampling.prompt_logprobs is None:
+            self._open[request.request_id] = _Open(given.kv, [])
+            self.reused_tokens += given.kv.keys.shape[3]
+
     def seat(self, group: list[Sample], row: int, version: int, leaders: Leaders, *, more: bool) -> None:
         """Prepares neighbouring rows from `row` on for samples of one group; `more` of it wait for rows.
 
@@ -57,10 +64,12 @@ class Prompts:
             self.reused_tokens += group[0].filled
             self._follow(group[0], leaders)
 
-    def filled(self, sample: Sample, row: int, *, first: bool) -> None:
-        """A prompt has been computed in a row, for the `first` time or again after a swap."""
+    def filled(self, sample: Sample, row: int, epoch: int, *, first: bool) -> None:
+        """A prompt was computed in a row by the weights of `epoch`, for the `first` time or again after a swap."""
         request, end = sample.request, sample.prompt_end
         self._store.save(request.prompt_ids[:end], request.cache_salt, self._cache, row)
+        if first and request.hand_over:
+            sample.computed = ComputedPrompt(self._cache.extract(row, end), epoch)
         if first and request.request_id in self._unseated:
             self._open[request.request_id] = _Open(self._cache.extract(row, end), sample.prompt_scores)
 

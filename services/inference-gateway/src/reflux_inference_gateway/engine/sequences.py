@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from reflux_inference_gateway.engine.stops import Decode, TextCursor
-from reflux_inference_gateway.engine.types import FinishedSample, GroupRequest, PromptScores, Span
+from reflux_inference_gateway.engine.types import ComputedPrompt, FinishedSample, GroupRequest, PromptScores, Span
 
 
 @dataclass
@@ -52,6 +52,8 @@ class Sequence:
     """True once it may have decoded: what is filled after that is filled again, because of a swap."""
     lingering: bool = False
     """True while its keys and values are still those of the weights before the last swap, all of them."""
+    computed: ComputedPrompt | None = None
+    """Its prompt's keys and values, when they are to be handed over."""
     leader: "Sequence | None" = None
     """Another sequence that is being filled, and whose first `shared` positions are also this one's."""
     shared: int = 0
@@ -105,6 +107,7 @@ class Sequence:
             text=text,
             top_logprobs=self.top_logprobs,
             prompt_scores=self.prompt_scores,
+            computed=self.computed,
         )
 
 

@@ -77,6 +77,12 @@ class EngineSettings(ServiceSettings):
     prefix_cache_bytes: int = Field(default=256 << 20, ge=0)
     """Memory for computed prompts, which later prompts that begin alike do not compute again; 0 keeps none."""
 
+    handover_bytes: int = Field(default=256 << 20, ge=0)
+    """Memory for computed prompts that other engines may read; the oldest go when it is full."""
+
+    handover_seconds: float = Field(default=30.0, gt=0)
+    """How long another engine may read a computed prompt."""
+
     kv_after_swap: KvPolicy = "refresh"
     """After new weights: `refresh` prefills running sequences again, `keep` goes on with old keys and values."""
 

@@ -1,6 +1,7 @@
 """Values that cross the border between the engine's thread and its front doors. No torch, no protos."""
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
@@ -33,6 +34,15 @@ class Sampling:
     """Most likely tokens to report per prompt token beside its own; None reports nothing of the prompt."""
 
 
+@dataclass(frozen=True)
+class ComputedPrompt:
+    """Keys and values of a prompt without its last token, and the broker's epoch of the weights that computed them."""
+
+    kv: Any
+    """A `reflux_model.cache.PrefixKV` of one row; opaque here."""
+    epoch: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class GroupRequest:
     """One prompt, n samples."""
@@ -45,6 +55,10 @@ class GroupRequest:
     """Deliver every token as it is drawn; otherwise only finished samples."""
     cache_salt: str = ""
     """Only prompts of the same salt share computed prefixes."""
+    given: ComputedPrompt | None = None
+    """What another engine has computed of the prompt; used if it comes from the weights that are current."""
+    hand_over: bool = False
+    """The first finished sample brings what was computed of the prompt."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +101,8 @@ class FinishedSample:
     top_logprobs: list[dict[int, float]] = field(default_factory=list)
     prompt_scores: PromptScores = field(default_factory=list)
     """Empty unless asked for."""
+    computed: ComputedPrompt | None = None
+    """Of the first sample of a request that asks to `hand_over`."""
 
 
 @dataclass(frozen=True)
