@@ -53,13 +53,13 @@ class Work:
         return asyncio.create_task(self.run(name, **fields))
 
     async def run(self, name, **fields):
-        async def send(replica):
+        async def send(replica, _):
             self.order.append(name)
             await self.gate.acquire()
             yield replica.info.name
 
         want = Want(**({"model_id": "m", "num_tokens": 10, "deadline_seconds": 60.0} | fields))
-        async with aclosing(self.made.stream(want, send)) as items:
+        async with aclosing(self.made.stream_group(want, send)) as items:
             return [item async for item in items]
 
     async def until(self, count):

@@ -34,13 +34,13 @@ def info(number, version=0):
 
 
 async def owner(made, failing=(), **fields):
-    async def send(replica):
+    async def send(replica, _):
         if replica.info.name in failing:
             raise ReplicaLost("died")
         yield replica.info.name
 
     want = Want(**({"model_id": "m", "num_tokens": 10, "deadline_seconds": 10.0} | fields))
-    async with aclosing(made.stream(want, send)) as items:
+    async with aclosing(made.stream_group(want, send)) as items:
         (name,) = [item async for item in items]
     return name
 
@@ -110,7 +110,7 @@ async def test_a_replica_that_fails_again_and_again_is_spared_while_there_are_ot
         made.table.register(info(number), now)
     tried = Counter()
 
-    async def send(replica):
+    async def send(replica, _):
         tried[replica.info.name] += 1
         if replica.info.name == "replicas/0":
             raise ReplicaLost("refused")
@@ -120,7 +120,7 @@ async def test_a_replica_that_fails_again_and_again_is_spared_while_there_are_ot
         tried.clear()
         for _ in range(count):
             want = Want(model_id="m", num_tokens=10, deadline_seconds=10.0)
-            async with aclosing(made.stream(want, send)) as items:
+            async with aclosing(made.stream_group(want, send)) as items:
                 assert [item async for item in items] == ["replicas/1"]
             made.table.heartbeat(info(0), now)
         return dict(tried)

@@ -29,11 +29,11 @@ def info(number, version):
 
 
 async def owner(made, **fields):
-    async def send(replica):
+    async def send(replica, _):
         yield replica.info.name
 
     want = Want(**({"model_id": "m", "num_tokens": 10, "deadline_seconds": 0.05} | fields))
-    async with aclosing(made.stream(want, send)) as items:
+    async with aclosing(made.stream_group(want, send)) as items:
         return [item async for item in items]
 
 

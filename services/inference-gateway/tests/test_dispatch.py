@@ -33,7 +33,7 @@ def want(**fields):
 
 
 async def collect(made, one, send):
-    async with aclosing(made.stream(one, send)) as items:
+    async with aclosing(made.stream_group(one, send)) as items:
         return [item async for item in items]
 
 
@@ -70,7 +70,7 @@ async def chaos(draw, replicas, requests):
 async def relay(made, draw, parts):
     """One client whose replicas answer three parts, slowly, and die now and then."""
 
-    async def send(replica):
+    async def send(replica, _):
         for part in range(3):
             for _ in range(draw.randrange(4)):
                 await asyncio.sleep(0)
@@ -78,7 +78,16 @@ async def relay(made, draw, parts):
                 raise ReplicaLost("died")
             yield f"{replica.info.name}/{part}"
 
-    async with aclosing(made.stream(want(), send)) as items:
+    async def attempt(replica, share):
+        async for part in send(replica, share):
+            share.attempts.delivered = True
+            parts.append(part)
+        return True
+
+    if draw.random() < 0.5:
+        await made.serve(want(), attempt)
+        return
+    async with aclosing(made.stream_group(want(), send)) as items:
         async for item in items:
             parts.append(item)
 
@@ -97,7 +106,7 @@ async def weather(made, draw, replicas):
         made.changes.notify()
 
 
-async def answer(replica):
+async def answer(replica, _):
     yield replica.info.name
 
 
@@ -173,7 +182,7 @@ async def test_replica_that_came_back_takes_its_request_again_when_it_is_the_onl
     made = dispatcher(1)
     lives = iter([False, True])
 
-    async def send(replica):
+    async def send(replica, _):
         if not next(lives):
             raise ReplicaLost("blinked")
         yield "done"
@@ -191,7 +200,7 @@ async def test_abandoned_replica_loses_its_waits_only():
     made = dispatcher(2)
     stuck = asyncio.Event()
 
-    async def send(replica):
+    async def send(replica, _):
         if replica.info.name == "replicas/0":
             stuck.set()
             await asyncio.sleep(60)

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -22,11 +22,14 @@ from reflux_inference_gateway.waiting_room import WaitingRoom
 from reflux_inference_gateway.want import Want
 
 T = TypeVar("T")
+Attempt = Callable[[Replica, Share], Awaitable[bool]]
+"""Asks a replica and passes its answer on; False when the answer says that the replica failed. Raises ReplicaLost. It
+sets `attempts.delivered` before the client sees a byte."""
 
 
 @dataclass
 class Dispatcher:
-    """Owns the fleet's state in this process; both front doors go through `stream` or `stream_group`."""
+    """Owns the fleet's state in this process; both front doors go through `serve` or `stream_group`."""
 
     table: ReplicaTable
     fleet: Fleet
@@ -47,27 +50,34 @@ class Dispatcher:
         self._waits: dict[str, set[asyncio.Timeout]] = {}
         self._started = self.clock()
 
-    async def stream(self, want: Want, send: Callable[[Replica], AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
-        """Yields what `send(replica)` yields; a replica that is lost before the first item is replaced once.
+    async def serve(self, want: Want, attempt: Attempt) -> None:
+        """Has one replica answer the request; one that is lost with nothing delivered is replaced once.
 
         Raises Overloaded when too many requests are held, UnknownModel, NoReplica or VersionGone when no replica fits
-        in time, GivenUp when the request was aborted meanwhile, and GenerationLost when the answer broke. Close the
-        iterator (`aclosing`) to cancel the request upstream.
+        in time, GivenUp when the request was aborted meanwhile, and GenerationLost when the answer broke. Cancel it to
+        cancel the request upstream.
         """
         with self._staying(want) as stay:
             share = Share(want, 0, want.num_samples, stay, self.clock() + want.deadline_seconds)
-            async with aclosing(self._served(share, lambda replica, _: send(replica))) as items:
-                async for item in items:
-                    yield item
-            if share.given_up:
-                raise GivenUp
+            while True:
+                try:
+                    replica = await self._place(share)
+                    stay.start()
+                    share.verdict = await self._watched(replica.info.name, attempt(replica, share))
+                    return
+                except ReplicaLost as error:
+                    self._lose(share, error)
+                finally:
+                    self._leave(share)
 
     async def stream_group(
         self, want: Want, send: Callable[[Replica, Share], AsyncGenerator[T, None]]
     ) -> AsyncGenerator[T, None]:
-        """Like `stream`, but several replicas may each take a part of the samples, as the routing policy splits them.
+        """Like `serve`, for answers that come in pieces: yields what `send` yields. Several replicas may each take a
+        part of the samples, as the routing policy splits them.
 
-        A part whose replica is lost before anything of that part came is re-issued alone; the others go on.
+        A part whose replica is lost before anything of that part came is re-issued alone; the others go on. Close the
+        iterator (`aclosing`) to cancel upstream.
         """
         with self._staying(want) as stay:
             shares: list[Share] = []
@@ -137,7 +147,7 @@ class Dispatcher:
                 async with aclosing(send(replica, share)) as items:
                     while True:
                         try:
-                            item = await self._next(replica.info.name, items)
+                            item = await self._watched(replica.info.name, anext(items))
                         except StopAsyncIteration:
                             share.verdict = True
                             return
@@ -155,14 +165,14 @@ class Dispatcher:
             finally:
                 self._leave(share)
 
-    async def _next(self, name: str, items: AsyncGenerator[T, None]) -> T:
-        """The next item, or ReplicaLost as soon as the replica is abandoned."""
+    async def _watched(self, name: str, answer: Awaitable[T]) -> T:
+        """What is awaited of a replica, or ReplicaLost as soon as it is abandoned."""
         waits = self._waits.setdefault(name, set())
         try:
             async with asyncio.timeout(None) as wait:
                 waits.add(wait)
                 try:
-                    return await anext(items)
+                    return await answer
                 finally:
                     waits.discard(wait)
         except TimeoutError as error:

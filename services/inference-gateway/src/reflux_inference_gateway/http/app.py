@@ -7,7 +7,7 @@ import orjson
 from prometheus_client import Counter, generate_latest
 
 from reflux_inference_gateway import metrics
-from reflux_inference_gateway.dispatch import Dispatcher
+from reflux_inference_gateway.dispatch import Attempt, Dispatcher
 from reflux_inference_gateway.http import edits
 from reflux_inference_gateway.http.access import Access, Caller
 from reflux_inference_gateway.http.answer import Answer
@@ -16,7 +16,6 @@ from reflux_inference_gateway.http.failures import as_api_error, unknown_model
 from reflux_inference_gateway.http.headers import Headers, end_to_end, lines
 from reflux_inference_gateway.http.hints import Hints, read_hints
 from reflux_inference_gateway.http.shadow import Shadow, read_shadow
-from reflux_inference_gateway.http.single import Attempt, serve_single
 from reflux_inference_gateway.http.tracing import traced
 from reflux_inference_gateway.http.trajectories import Trajectories
 from reflux_inference_gateway.http.upstream import Upstreams, relay
@@ -144,7 +143,7 @@ class OpenAiDoor:
             await self._known(model)
             with traced(request, model) as trace:
                 attempt = self._attempt(exchange, shadow, hints.session if path.generates else "", trace)
-                await serve_single(self.dispatcher, self._want(shadow, hints, caller, model), attempt)
+                await self.dispatcher.serve(self._want(shadow, hints, caller, model), attempt)
         finally:
             self.access.leave(caller)
 
