@@ -119,8 +119,25 @@ async def test_g04_a_burst_over_grpc_is_spread_likewise():
     assert [len(engine.requests) for engine in engines] == [10] * 4
 
 
+class Together(FakeEngine):
+    """Answers when all samples of all engines have come, so that nobody is idle earlier than others."""
+
+    def __init__(self, came, expected):
+        super().__init__()
+        self.came, self.expected = came, expected
+
+    async def Generate(self, request, context):
+        self.came["samples"] += request.num_samples
+        if self.came["samples"] == self.expected:
+            self.came["all"].set()
+        await self.came["all"].wait()
+        async for answer in super().Generate(request, context):
+            yield answer
+
+
 async def test_g05_groups_neither_pile_up_on_a_replica_nor_scatter_over_all():
-    engines = [FakeEngine() for _ in range(8)]
+    came = {"samples": 0, "all": asyncio.Event()}
+    engines = [Together(came, 64 * 8) for _ in range(8)]
     async with gateway(routing="group_spread") as door, AsyncExitStack() as stack:
         for place, engine in enumerate(engines):
             await door.register(str(place), grpc_address=await stack.enter_async_context(engine_server(engine)))
