@@ -20,8 +20,8 @@ def one_by_one(batch: Batch) -> Iterator[pb.GenerateGroupResponse]:
 
 
 def whole_group(batches: Sequence[Batch]) -> Iterator[pb.GenerateGroupResponse]:
-    """All samples by index, in one message or in as few as fit; a single message of a replica is passed on as it is."""
-    if len(batches) == 1:
+    """All samples by index, in one message or in as few as fit; a single batch of a replica is passed on as it is."""
+    if len(batches) == 1 and sum(len(sample.token_ids) for sample in batches[0][1]) <= _TOKENS_PER_MESSAGE:
         ((replica, samples),) = batches
         yield pb.GenerateGroupResponse(replica=replica, samples=samples)
         return

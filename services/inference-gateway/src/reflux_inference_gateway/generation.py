@@ -20,8 +20,10 @@ from reflux_inference_gateway.wire import GroupCall
 from reflux_kit.scope import run_of
 
 _NO_DEADLINE_SECONDS = 24 * 3600.0
-_PARKING_SECONDS = 0.05
+_STOPPING_SECONDS = 0.05
 """How often running groups are told to stop: a replica may hear of the stop before it hears of the group."""
+_MAX_STOPS = 20
+"""Of one abort: a replica that has not stopped a group by then does not listen; its end is seen by its heartbeat."""
 
 
 @dataclass(eq=False)
@@ -54,7 +56,12 @@ class Generation:
     async def abort(self) -> None:
         """Ends it at its replicas, or where it waits."""
         self.is_aborted = True
-        await self._stop()
+        self.dispatcher.changes.notify()
+        for _ in range(_MAX_STOPS):
+            await self._stop()
+            if not self.is_live:
+                return
+            await self.dispatcher.changes.wait(_STOPPING_SECONDS)
 
     async def park(self) -> None:
         """Stops it at its replicas; what is missing goes on when the fleet is resumed."""
@@ -179,11 +186,10 @@ class Generations:
 
         found = [one for one in self._running if matches(one.call)]
         await asyncio.gather(*(one.abort() for one in found))
-        self.dispatcher.changes.notify()
         return len(found)
 
     async def park(self, model_id: str) -> None:
         """Stops those of a model (all when empty) at their replicas, until no replica has a part of them."""
         while live := [one for one in self._running if one.is_live and model_id in ("", one.call.model_id)]:
             await asyncio.gather(*(one.park() for one in live))
-            await self.dispatcher.changes.wait(_PARKING_SECONDS)
+            await self.dispatcher.changes.wait(_STOPPING_SECONDS)

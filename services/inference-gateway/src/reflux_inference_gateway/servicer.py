@@ -38,17 +38,20 @@ class InferenceGatewayServicer(InferenceGatewayServiceServicer):
     ) -> AsyncIterator[pb.GenerateGroupResponse]:
         call = parse_group(request)
         batches: list[Batch] = []
+        replicas: set[str] = set()
         with (
             self._generations.new(call, context.time_remaining) as generation,
             telemetry.span("gateway.generate_group", samples=call.num_samples, model=call.model_id) as span,
         ):
             async with aclosing(generation.batches()) as finished:
                 async for batch in finished:
-                    batches.append(batch)
-                    if not call.whole_group:
-                        for response in one_by_one(batch):
-                            yield response
-            span.set_attribute("replicas", " ".join(sorted({replica for replica, _ in batches})))
+                    replicas.add(batch[0])
+                    if call.whole_group:
+                        batches.append(batch)
+                        continue
+                    for response in one_by_one(batch):
+                        yield response
+            span.set_attribute("replicas", " ".join(sorted(replicas)))
         if call.whole_group:
             for response in whole_group(batches):
                 yield response
@@ -86,6 +89,7 @@ class InferenceGatewayServicer(InferenceGatewayServiceServicer):
         entry = table.drain(name)
         if entry.inflight_requests == 0:
             table.remove(name)
+            self._dispatcher.forget(name)
         self._dispatcher.changes.notify()
         return pb.DeregisterReplicaResponse(replica=replica_message(entry))
 

@@ -36,6 +36,11 @@ class _Turn:
                     self.result.set_result(placed)
         return self.result.done()
 
+    def refuse(self, error: Exception) -> None:
+        """Ends the wait, unless its task was cancelled just now and has not run since."""
+        if not self.result.done():
+            self.result.set_exception(error)
+
 
 @dataclass
 class WaitingRoom:
@@ -76,7 +81,7 @@ class WaitingRoom:
         try:
             if (refused := line.offer(entry)) is not None:
                 error = Overloaded(f"{self.max_waiting} requests of {model_id!r} queue already")
-                self._turns[refused.key].result.set_exception(error)
+                self._turns[refused.key].refuse(error)
             self.serve(model_id)
             async with asyncio.timeout(seconds):
                 return await turn.result

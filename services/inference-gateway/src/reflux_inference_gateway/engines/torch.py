@@ -25,6 +25,12 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _ABORT_SECONDS = 5.0
+_LOST = (
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.CANCELLED,
+    grpc.StatusCode.UNKNOWN,
+    grpc.StatusCode.INTERNAL,  # what the kit answers for an exception that nobody expected: a 5xx
+)
 
 
 class TorchReplica(ReplicaClient):
@@ -46,8 +52,9 @@ class TorchReplica(ReplicaClient):
             whole_group=call.whole_group,
         )
         missing = call.num_samples
+        answer = self._stub.Generate(request, timeout=deadline_seconds)
         try:
-            async for response in self._stub.Generate(request, timeout=deadline_seconds):
+            async for response in answer:
                 missing -= len(response.samples)
                 if call.first_sample:
                     for sample in response.samples:
@@ -55,6 +62,8 @@ class TorchReplica(ReplicaClient):
                 yield response.samples
         except aio.AioRpcError as error:
             raise self._translated(error) from error
+        finally:
+            answer.cancel()  # who closes this generator between two messages leaves a call that nobody else ends
         if missing:
             raise ReplicaLost(f"{self._address} ended the stream with {missing} samples missing")
 
@@ -76,7 +85,7 @@ class TorchReplica(ReplicaClient):
                 return Overloaded(text)
             case grpc.StatusCode.DEADLINE_EXCEEDED:
                 return DeadlinePassed(text)
-            case grpc.StatusCode.UNAVAILABLE | grpc.StatusCode.CANCELLED | grpc.StatusCode.UNKNOWN:
+            case _ if error.code() in _LOST:
                 return ReplicaLost(f"{self._address}: {text}")
         return error
 
