@@ -177,3 +177,8 @@ def test_rows_of_very_different_lengths_are_decoded_as_each_alone() -> None:
         at = torch.tensor([row])
         alone = decode_step(PARAMS, config, torch.tensor([row + 2]), cache, positions[at], at)
         torch.testing.assert_close(together[row], alone[0], atol=1e-5, rtol=0)
+
+
+def test_address_space_that_the_kernel_refuses_is_named() -> None:
+    with pytest.raises(MemoryError, match="fewer rows or shorter sequences"):
+        SlotCache(dataclasses.replace(CONFIG, head_size=1 << 20), num_slots=1 << 12, max_length=1 << 20)

@@ -18,8 +18,14 @@ class LazyPages:
     """
 
     def __init__(self, num_bytes: int) -> None:
-        """Raises `OSError` where the kernel refuses the address space (vm.overcommit_memory = 2)."""
-        self._memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE)
+        """Raises `MemoryError` where the kernel refuses the address space (ulimit -v, vm.overcommit_memory = 2)."""
+        try:
+            self._memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE)
+        except OSError as error:
+            raise MemoryError(
+                f"no {num_bytes} bytes of address space for keys or values ({error.strerror}): lift the limit, or take "
+                "fewer rows or shorter sequences"
+            ) from error
         with suppress(OSError):  # a kernel without huge pages
             self._memory.madvise(mmap.MADV_NOHUGEPAGE)
 
