@@ -50,7 +50,7 @@ class ClientConnection(asyncio.Protocol):
         self._pending: deque[Request] = deque()
         self._exchange: Exchange | None = None
         self._task: asyncio.Task[None] | None = None
-        self._lost = self._expired = self._closing = False
+        self._lost = self._expired = self._closing = self._clogged = self._stalled = False
         self.deadline = server.now() + self._limits.idle_seconds
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -68,12 +68,17 @@ class ClientConnection(asyncio.Protocol):
             self._server.closed(self)
 
     def pause_writing(self) -> None:
+        self._clogged = True
         if self._exchange is not None and self._exchange.flow is not None:
             self._exchange.flow.pause()
 
     def resume_writing(self) -> None:
+        self._clogged = False
         if self._exchange is not None and self._exchange.flow is not None:
             self._exchange.flow.resume()
+        elif self._stalled:
+            self._stalled = False
+            self._next()
 
     def data_received(self, data: bytes) -> None:
         if self._closing:  # What a refused client still sends is not worth parsing.
@@ -199,7 +204,7 @@ class ClientConnection(asyncio.Protocol):
     # Answers.
 
     def _enqueue(self, request: Request) -> None:
-        if self._exchange is None:
+        if self._exchange is None and not self._stalled:
             self._start(request)
             return
         self._pending.append(request)
@@ -239,7 +244,16 @@ class ClientConnection(asyncio.Protocol):
     def _go_on(self, answered: Request) -> None:
         if not answered.keep_alive:
             self._leave(answered)
-        elif self._pending:
+        elif self._clogged:  # answers that nobody reads would fill the memory
+            self._stalled = True
+            self._transport.pause_reading()
+            self._set_deadline()
+            self._server.idle(self)
+        else:
+            self._next()
+
+    def _next(self) -> None:
+        if self._pending:
             self._start(self._pending.popleft())
         else:
             self._transport.resume_reading()
@@ -262,21 +276,15 @@ class ClientConnection(asyncio.Protocol):
     def expire(self) -> None:
         """The deadline has passed."""
         self.deadline = self._server.now() + self._limits.linger_seconds
-        if self._task is not None and not self._expired:
-            self._expired = True
-            self._exchange_over()
+        if self._task is not None and self._exchange is not None and not self._expired:
+            self._expired, self._exchange.request.keep_alive = True, False
+            self._task.cancel()
         elif self._closing or self._expired or self._transport.get_write_buffer_size():
             self._transport.abort()
         elif self._stage is Stage.START:
             self._transport.close()
         else:
             self._cut_off(ApiError(408, "the request did not arrive in time", code="request_timeout"))
-
-    def _exchange_over(self) -> None:
-        assert self._exchange is not None
-        assert self._task is not None
-        self._exchange.request.keep_alive = False
-        self._task.cancel()
 
     def drain(self) -> None:
         """The server stops: idle connections close at once, others behind their answer."""

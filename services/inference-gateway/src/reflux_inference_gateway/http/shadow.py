@@ -13,6 +13,8 @@ MAX_SAMPLES = 1024
 _DEFAULT_MAX_TOKENS = 256
 _BYTES_PER_TOKEN = 4
 _KEY_LENGTH = 1 << 16
+_MAX_DEPTH = 16
+"""Levels of lists and objects that are looked through for text."""
 _LIMITS = ("max_completion_tokens", "max_tokens", "max_output_tokens", "max_new_tokens")
 _PROMPTS = ("prompt", "messages", "input", "token_ids", "input_ids", "text")
 
@@ -54,7 +56,10 @@ class Shadow:
                 return array("I", prompt[:_KEY_LENGTH]).tobytes()
             except (TypeError, OverflowError):
                 return b""  # no token ids; the engine will say so
-        return b"" if prompt is None else orjson.dumps(prompt)[:_KEY_LENGTH]
+        try:
+            return b"" if prompt is None else orjson.dumps(prompt)[:_KEY_LENGTH]
+        except TypeError:
+            return b""  # nested deeper than orjson writes; the engine will have something to say
 
 
 def read_shadow(body: Body, *, model_required: bool = True) -> Shadow:
@@ -105,14 +110,14 @@ def _count(value: object) -> int:
     return value if isinstance(value, int) and 0 < value < 1 << 20 else 0
 
 
-def _tokens(prompt: object) -> int:
+def _tokens(prompt: object, depth: int = _MAX_DEPTH) -> int:
     """Estimate for a text, token ids, messages with text or parts, or a list of such prompts."""
     if isinstance(prompt, str):
         return len(prompt) // _BYTES_PER_TOKEN + 1
     if isinstance(prompt, dict):
-        return _tokens(prompt.get("content", prompt.get("text")))
-    if isinstance(prompt, list):
+        return _tokens(prompt.get("content", prompt.get("text")), depth - 1) if depth else 1
+    if isinstance(prompt, list) and depth:
         if prompt and type(prompt[0]) is int:
             return len(prompt)
-        return sum(map(_tokens, prompt))
+        return sum(_tokens(one, depth - 1) for one in prompt)
     return 0 if prompt is None else 1
