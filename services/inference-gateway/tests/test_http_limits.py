@@ -2,7 +2,9 @@
 
 import asyncio
 import json
+import resource
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
@@ -199,3 +201,26 @@ async def test_a_refused_upload_gets_its_answer_although_it_goes_on_sending():
     async with door(Recorder()) as opened:
         answer = await opened.talk(request(bytes(3_000_000), path="/nowhere"))
     assert status_and_code(answer) == (404, "not_found")
+
+
+@pytest.mark.slow
+async def test_thousands_of_idle_and_slow_connections_cost_little_and_disturb_nobody():
+    async with door(Recorder()) as opened:
+        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        count = min(10_000, files // 2 - 1000)
+        before = resident_bytes()
+        crowd = []
+        for number in range(count):
+            _, writer = await opened.connect()
+            if number % 2:
+                writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n")
+            crowd.append(writer)
+        for _ in range(100):
+            assert (await opened.post())[0] == 200
+        assert resident_bytes() - before < 40_000 * count, "both ends of each"
+        for writer in crowd:
+            writer.close()
+
+
+def resident_bytes():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
