@@ -9,8 +9,12 @@ from reflux.common.v1.common_pb2 import Sample, SamplingParams
 from reflux.inference_gateway.v1 import engine_service_pb2
 from reflux.inference_gateway.v1 import inference_gateway_service_pb2 as pb
 from reflux_inference_gateway.answers import whole_group
+from reflux_inference_gateway.dispatch import Dispatcher
 from reflux_inference_gateway.engines.torch import TorchReplica
 from reflux_inference_gateway.errors import Overloaded
+from reflux_inference_gateway.fleet import Fleet
+from reflux_inference_gateway.replicas import ReplicaInfo, ReplicaTable
+from reflux_inference_gateway.routing.least_loaded import LeastLoaded
 from reflux_inference_gateway.settings import GatewaySettings
 from reflux_inference_gateway.waiting_room import WaitingRoom
 from reflux_inference_gateway.want import Want
@@ -99,6 +103,67 @@ async def test_who_is_turned_away_when_it_was_cancelled_just_before_harms_nobody
     results = await asyncio.wait_for(asyncio.gather(waits[0], waits[2], return_exceptions=True), 5)
     assert [type(result) for result in results] == [asyncio.CancelledError, Overloaded]
     waits[1].cancel()
+
+
+def crowded(**fields):
+    made = Dispatcher(
+        table=ReplicaTable(), fleet=Fleet(), new_policy=LeastLoaded, replica_wait_seconds=30.0, full_at_capacities=1.0
+    )
+    made.table.register(ReplicaInfo(name="replicas/a", model_id="m", http_url="http://a", capacity=1, **fields), 0.0)
+    return made
+
+
+def request(made, served, name, gate, **fields):
+    async def attempt(replica, share):
+        served.append(name)
+        await gate.wait()
+        return True
+
+    want = Want(model_id="m", num_tokens=1, deadline_seconds=30.0, **fields)
+    return asyncio.create_task(made.serve(want, attempt))
+
+
+async def turns():
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+async def test_what_goes_on_passes_however_many_beginnings_are_held_back_in_the_queue():
+    made, served, first, gate = crowded(), [], asyncio.Event(), asyncio.Event()
+    tasks = [request(made, served, "first", first)]
+    await turns()
+    tasks += [request(made, served, "begins", gate, begins=True) for _ in range(100)]
+    await turns()
+    made.fleet.hold_back("m")
+    made.changes.notify()
+    tasks.append(request(made, served, "goes on", gate))
+    await turns()
+    first.set()
+    await turns()
+    assert served == ["first", "goes on"]
+    gate.set()
+    made.fleet.let_begin("m")
+    made.changes.notify()
+    await asyncio.wait_for(asyncio.gather(*tasks), 10)
+    assert served.count("begins") == 100
+    assert made.fleet.ledger.balanced()
+    assert made.fleet.ledger.completed == 102
+
+
+async def test_a_request_counts_as_running_from_the_moment_it_has_a_replica():
+    made, served, first, gate = crowded(), [], asyncio.Event(), asyncio.Event()
+    tasks = [request(made, served, "first", first)]
+    await turns()
+    tasks.append(request(made, served, "second", gate))
+    await turns()
+    made.table.register(ReplicaInfo(name="replicas/b", model_id="m", http_url="http://b", capacity=1), 0.0)
+    made.changes.notify()  # it is placed here; its task has not run since
+    assert served == ["first"]
+    assert made.fleet.pause("m") == 2
+    first.set()
+    gate.set()
+    await asyncio.wait_for(asyncio.gather(*tasks), 5)
+    assert made.fleet.ledger.balanced()
 
 
 def test_a_group_of_one_replica_that_is_too_large_for_a_message_comes_in_several():

@@ -18,7 +18,7 @@ from reflux_inference_gateway.retry import Attempts
 from reflux_inference_gateway.routing.base import Ask, Candidate, RoutingPolicy
 from reflux_inference_gateway.share import GivenUp, Parked, ReplicaLost, Share
 from reflux_inference_gateway.verdicts import Verdicts
-from reflux_inference_gateway.waiting_room import WaitingRoom
+from reflux_inference_gateway.waiting_room import NoTurn, WaitingRoom
 from reflux_inference_gateway.want import Want
 
 T = TypeVar("T")
@@ -62,7 +62,6 @@ class Dispatcher:
             while True:
                 try:
                     replica = await self._place(share)
-                    stay.start()
                     share.verdict = await self._watched(replica.info.name, attempt(replica, share))
                     return
                 except ReplicaLost as error:
@@ -110,6 +109,8 @@ class Dispatcher:
     def forget(self, name: str) -> None:
         """A replica left or is a new process: nothing that is known of its cache and its failures holds."""
         self.verdicts.forget(name)
+        if not self._waits.get(name):
+            self._waits.pop(name, None)
         for policy in self._policies.values():
             policy.forget(name)
 
@@ -143,7 +144,6 @@ class Dispatcher:
         while True:
             try:
                 replica = share.replica or await self._place(share)
-                share.stay.start()
                 async with aclosing(send(replica, share)) as items:
                     while True:
                         try:
@@ -185,9 +185,8 @@ class Dispatcher:
         self.table.mark_lost(name)
         self.changes.notify()
         if not share.attempts.may_reissue():
-            raise GenerationLost(
-                f"{name} broke off ({error}); {_why_not_again(share.attempts)}", replica=name
-            ) from error
+            why = "a part of the answer was out" if share.attempts.delivered else "this was the second replica"
+            raise GenerationLost(f"{name} broke off ({error}); {why}", replica=name) from error
         metrics.REISSUED.inc()
         share.stay.stop()
 
@@ -219,6 +218,7 @@ class Dispatcher:
         assert replica is not None, f"the policy chose {name}, which is no candidate"
         self.table.dispatched(name, share.want.num_tokens, share.count)
         self.verdicts.started(name, self.clock())
+        share.stay.start()
         share.attempts.tried.append(name)
         share.replica, share.load, share.num_open = replica, share.want.num_tokens, share.count
         return replica
@@ -250,9 +250,12 @@ class Dispatcher:
             paused = self.fleet.holds(want.model_id, begins=want.begins)
             left = deadline - started
             if self.full_at_capacities and not paused and fitting(self.table, want, attempts.tried):
-                return await self.waiting_room.turn(
-                    want, deadline, max(0.0, left), lambda: self._placed_now(want, attempts, place)
-                )
+                try:
+                    return await self.waiting_room.turn(
+                        want, deadline, max(0.0, left), lambda: self._placed_in_turn(want, attempts, place)
+                    )
+                except NoTurn:
+                    continue
             bounded = not paused and not is_syncing(self.table, want)
             patience = min(left, self.replica_wait_seconds - waited_seconds) if bounded else left
             if patience <= 0 or not await self.changes.wait(patience):
@@ -271,6 +274,14 @@ class Dispatcher:
             return None
         return place([one.candidate() for one in self.verdicts.preferred(want, found, self.clock())])
 
+    def _placed_in_turn(self, want: Want, attempts: Attempts, place: Callable[[list[Candidate]], T]) -> T | None:
+        """Likewise; raises NoTurn when it is not room that is missing, so that it is in nobody's way meanwhile."""
+        placed = self._placed_now(want, attempts, place)
+        held = self.fleet.holds(want.model_id, begins=want.begins)
+        if placed is None and (held or not fitting(self.table, want, attempts.tried)):
+            raise NoTurn
+        return placed
+
     def _has_room(self, model_id: str) -> bool:
         return not self.fleet.is_paused(model_id) and self.table.with_room(model_id, self.full_at_capacities)
 
@@ -286,7 +297,3 @@ class Dispatcher:
         if self.table.ever_served(model_id) or entered < self._started + self.replica_wait_seconds:
             return NoReplica(f"no replica of {model_id!r} is there now", state="absent")
         return UnknownModel(f"no replica serves the model {model_id!r}", model=model_id)
-
-
-def _why_not_again(attempts: Attempts) -> str:
-    return "a part of the answer was out" if attempts.delivered else "this was the second replica"

@@ -16,6 +16,10 @@ _MAX_PASSED_OVER = 64
 """Requests that are looked at in vain in one go: they are bound to replicas that are full while others are not."""
 
 
+class NoTurn(Exception):
+    """`place` says that room alone would not help the request: it leaves the queue."""
+
+
 @dataclass(eq=False)
 class _Turn:
     """One request that waits; `place` sends it somewhere, or says None while it cannot."""
