@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# An environment of its own for the routers of make bench-gateway: deploy/bench/routers.sh [VENV]. About 150 MB, once.
+# An environment of its own for the routers of make bench-gateway: deploy/bench/routers.sh [VENV]. About 220 MB, once.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 venv=${1:-.venv-routers}
