@@ -156,7 +156,9 @@ async def test_a_stream_that_breaks_ends_with_an_error_event(cut):
         status, _, body = await opened.post(stream=True)
     assert status == 200
     assert body.startswith(GO_ON + cut)
-    event = body[len(GO_ON + cut) :].strip().removeprefix(b"data: ")
+    rest = body[len(GO_ON + cut) :]
+    assert rest.startswith(b"\n\ndata: " if cut else b"data: "), "an event of its own, whatever came before it"
+    event = rest.strip().removeprefix(b"data: ")
     assert json.loads(event)["error"]["code"] == "generation_lost"
     assert body.endswith(b"\n\n")
     assert b"finish_reason" not in body
