@@ -93,6 +93,31 @@ async def test_a_canary_that_fails_loses_its_weight_and_its_requests_are_answere
     assert {await owner(made) for _ in range(20)} == {"replicas/0"}
 
 
+async def test_a_canary_does_not_answer_for_what_began_under_the_weights_before_it():
+    made = dispatcher(0, 0)
+    made.verdicts.divisions["m"] = division(canary="v1", v0=1, v1=1)
+    swapped = asyncio.Event()
+
+    async def send(replica, _):
+        await swapped.wait()
+        raise ReplicaLost("died")
+        yield
+
+    async def ask():
+        want = Want(model_id="m", num_tokens=10, deadline_seconds=0.0)
+        async with aclosing(made.stream_group(want, send)) as items:
+            return [item async for item in items]
+
+    asked = [asyncio.create_task(ask()) for _ in range(60)]
+    await asyncio.sleep(0)
+    for number in (0, 1):
+        made.table.heartbeat(info(number, version=1), made.clock())
+        made.table.mark_lost(f"replicas/{number}")  # nothing is issued again
+    swapped.set()
+    assert all(isinstance(each, Exception) for each in await asyncio.gather(*asked, return_exceptions=True))
+    assert made.verdicts.divisions["m"].traffic.weights == {"v0": 1, "v1": 1}
+
+
 async def test_a_good_canary_keeps_its_weight():
     made = dispatcher(0, 1)
     made.verdicts.divisions["m"] = division(canary="v1", v0=1, v1=1)

@@ -220,13 +220,14 @@ class Dispatcher:
         self.verdicts.started(name, self.clock())
         share.stay.start()
         share.attempts.tried.append(name)
-        share.replica, share.load, share.num_open = replica, share.want.num_tokens, share.count
+        share.replica, share.info = replica, replica.info
+        share.load, share.num_open = share.want.num_tokens, share.count
         return replica
 
     def _leave(self, share: Share) -> None:
-        if share.replica is not None:
+        if share.replica is not None and share.info is not None:
             self.table.answered(share.replica.info.name, share.load, share.num_open)
-            self.verdicts.ended(share.replica, share.verdict, self.clock())
+            self.verdicts.ended(share.info, share.verdict, self.clock())
             share.replica, share.load, share.num_open, share.verdict = None, 0, 0, None
             self.waiting_room.serve(share.want.model_id)
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from reflux_inference_gateway.fleet import Stay
-from reflux_inference_gateway.replicas import Replica
+from reflux_inference_gateway.replicas import Replica, ReplicaInfo
 from reflux_inference_gateway.retry import Attempts
 from reflux_inference_gateway.want import Want
 
@@ -33,6 +33,8 @@ class Share:
     attempts: Attempts = field(default_factory=Attempts.none)
     replica: Replica | None = None
     """Where its load is counted now."""
+    info: ReplicaInfo | None = None
+    """What that replica said of itself when it got it: this arm has to answer for what comes of it."""
     load: int = 0
     """Tokens that are counted there."""
     num_open: int = 0

@@ -31,20 +31,20 @@ class Verdicts:
         if name in self._breakers:
             self._breakers[name].started(now)
 
-    def ended(self, replica: Replica, verdict: bool | None, now: float) -> None:
+    def ended(self, info: ReplicaInfo, verdict: bool | None, now: float) -> None:
         """A request that was `started` is over: True for an answer, False for a failure of the replica, None when it
-        says nothing about the replica (the caller went away or was wrong).
+        says nothing about the replica (the caller went away or was wrong). `info` is what the replica was at the start.
         """
-        name = replica.info.name
+        name = info.name
         breaker = self._breakers.get(name)
         if verdict is False:
             breaker = self._breakers.setdefault(name, Breaker())
             breaker.failed(now)
         elif breaker is not None:
             breaker.succeeded(now) if verdict else breaker.cancelled(now)
-        division = self.divisions.get(replica.info.model_id)
-        if division is not None and verdict is not None and division.answered(replica.info, failed=not verdict):
-            log.warning("%s: %s; its weight is 0 now", replica.info.model_id, division.traffic.rolled_back)
+        division = self.divisions.get(info.model_id)
+        if division is not None and verdict is not None and division.answered(info, failed=not verdict):
+            log.warning("%s: %s; its weight is 0 now", info.model_id, division.traffic.rolled_back)
 
     def reported(self, info: ReplicaInfo) -> None:
         """A replica said how it is; a fault (its log-probs on the probe prompt, its weights) takes its canary back."""
