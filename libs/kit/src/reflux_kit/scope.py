@@ -21,12 +21,12 @@ _METHODS: dict[str, tuple[str, ...]] = {
 """Services that take nothing but these methods from a run's token."""
 
 _RUN_FIELDS = ("run", "model_id")
-_NESTED = ("replica",)
+_NESTED = ("replica", "traffic")
 _NAME_PREFIXES = ("checkpoints/", "runs/")
 """Resource names whose second segment is a run."""
 
-_FOR_ALL_WHEN_EMPTY = ("PauseFleet", "ResumeFleet")
-"""Methods that change every run when no field names one."""
+_FOR_ALL_WHEN_EMPTY = ("PauseFleet", "ResumeFleet", "Abort")
+"""Methods that change every run when no field names one: runs may call their groups alike."""
 
 
 def check(method: str, request: Message, run: str) -> None:
@@ -39,7 +39,7 @@ def check(method: str, request: Message, run: str) -> None:
     for path, value in named:
         check_run(value, run, path)
     if not named and name in _FOR_ALL_WHEN_EMPTY:
-        raise PermissionDenied(f"{name} without a model concerns all runs; the token is for {run!r} only", run=run)
+        raise PermissionDenied(f"{name} without a run or model concerns all; the token is for {run!r} only", run=run)
 
 
 def check_run(named: str, run: str, field: str) -> None:
