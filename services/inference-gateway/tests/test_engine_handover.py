@@ -13,6 +13,7 @@ from reflux_inference_gateway.engine.loop import EngineLoop
 from reflux_inference_gateway.engine.served import CoreOptions, Weights
 from reflux_inference_gateway.engine.tokenizer import TextTokenizer
 from reflux_inference_gateway.engine.types import ComputedPrompt, GroupRequest, ModelLimits, Sampling
+from reflux_model.cache import PrefixKV
 from reflux_model.folder import load_folder
 from reflux_transfer.handles import Scope
 from reflux_transfer.registry import open_backend
@@ -20,6 +21,7 @@ from reflux_transfer.registry import open_backend
 from .engine_harness import Harness, group
 
 PROMPT = [2 + at % 38 for at in range(40)]
+TWO = torch.tensor([2])
 
 
 def asked(name, n=3, **fields):
@@ -126,6 +128,17 @@ def test_offers_end_with_their_lease_and_the_oldest_make_room(model_folder, pair
         last = here.offer(PROMPT, computed)
         assert list(here._offers) == [last["generation"]]
         there.fetch(PROMPT, last)
+
+
+def test_a_prompt_that_is_larger_than_all_offers_may_be_is_not_offered_and_drives_none_out(model_folder):
+    engine = Harness(model_folder)
+    ((long,),) = engine.run(asked("p", n=1, hand_over=True))
+    short = ComputedPrompt(PrefixKV(long.computed.kv.keys[..., :2, :], long.computed.kv.values[..., :2, :], TWO), 0)
+    with contextlib.closing(exchange(engine.config, limit=64 + long.computed.kv.keys.numel() * 4)) as here:
+        kept = here.offer(PROMPT[:3], short)
+        with pytest.raises(MemoryError):
+            here.offer(PROMPT, long.computed)
+        assert list(here._offers) == [kept["generation"]]
 
 
 async def test_two_doors_hand_a_prompt_over_as_vllm_does(model_folder):

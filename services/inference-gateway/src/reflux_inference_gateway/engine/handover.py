@@ -67,6 +67,8 @@ class KvExchange:
         """Registers a prompt; returns its ticket. Raises `TransferError` or `MemoryError`."""
         payload = [_bytes(computed.kv.keys), _bytes(computed.kv.values)]
         length = _HEADER_BYTES + sum(map(len, payload))
+        if length > self._limit_bytes:
+            raise MemoryError(f"a prompt of {length} bytes, and {self._limit_bytes} for all that are offered")
         with self._lock:
             self._make_room(length)
             backend = self._backend(self._own)
