@@ -7,6 +7,8 @@ import json
 import aiohttp
 import pytest
 
+from reflux_inference_gateway.routing.round_robin import RoundRobin
+
 from .http_harness import GO_ON, HANG_SECONDS, Recorder, die, door, hang, request, stream, whole
 
 # The fields and headers that other routers lose, and the protocols' own: facts about vLLM, SGLang and OpenAI clients.
@@ -75,6 +77,23 @@ async def test_a_replica_gets_every_field_and_header_plus_the_declared_edits(eng
         assert salted.body == raw
     expected = {name: value.encode().decode("latin-1") for name, value in HEADERS.items()}
     assert {name: plain.headers.get(name) for name in HEADERS} == expected
+
+
+async def test_what_a_replica_computed_under_older_weights_does_not_count_as_cached():
+    asks = []
+
+    class Noting(RoundRobin):
+        def choose(self, candidates, ask):
+            asks.append(ask)
+            return super().choose(candidates, ask)
+
+    async with door(Recorder()) as opened:
+        opened.dispatcher.new_policy = Noting
+        for version in (4, 5):
+            opened.register(replica_url(opened), name="r0", version=version)
+            await opened.post(prompt="a")
+        await opened.post(prompt="a", headers={"X-Reflux-Version": "5"})
+    assert [ask.salt for ask in asks] == ["4", "5", "5"]
 
 
 def replica_url(opened):

@@ -148,6 +148,7 @@ class OpenAiDoor:
             self.access.leave(caller)
 
     def _want(self, shadow: Shadow, hints: Hints, caller: Caller, model: str) -> Want:
+        version = self.dispatcher.table.newest_version(model) if hints.version is None else hints.version
         ask = Ask(
             num_samples=shadow.num_samples,
             prompt=shadow.prompt_key(),
@@ -155,6 +156,7 @@ class OpenAiDoor:
             max_tokens=shadow.max_tokens,
             session=hints.session,
             run=caller.run,
+            salt=str(version),
         )
         return Want(
             model_id=model,
