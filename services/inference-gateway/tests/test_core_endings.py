@@ -4,15 +4,17 @@ import asyncio
 from contextlib import aclosing
 
 import grpc
+import pytest
 
 from reflux.common.v1.common_pb2 import Sample, SamplingParams
 from reflux.inference_gateway.v1 import engine_service_pb2
 from reflux.inference_gateway.v1 import inference_gateway_service_pb2 as pb
 from reflux_inference_gateway.answers import whole_group
-from reflux_inference_gateway.dispatch import Dispatcher
+from reflux_inference_gateway.dispatch import Dispatcher, ReplicaLost
 from reflux_inference_gateway.engines.torch import TorchReplica
 from reflux_inference_gateway.errors import Overloaded
 from reflux_inference_gateway.fleet import Fleet
+from reflux_inference_gateway.merging import merged
 from reflux_inference_gateway.replicas import ReplicaInfo, ReplicaTable
 from reflux_inference_gateway.routing.least_loaded import LeastLoaded
 from reflux_inference_gateway.settings import GatewaySettings
@@ -33,6 +35,22 @@ async def test_a_call_that_is_closed_between_two_samples_ends_at_the_replica():
             assert [sample.index for sample in await anext(batches)] == [0]
         await asyncio.wait_for(engine.cancelled.wait(), 5)
         await replica.close()
+
+
+async def test_a_call_whose_connection_is_closed_is_lost_and_not_cancelled():
+    engine = FakeEngine("hang", delivered=1)
+    async with engine_server(engine) as address:
+        replica = TorchReplica(address, GatewaySettings())
+        sampling = SamplingParams(max_tokens=4)
+        call = GroupCall(request_id="r", model_id="m", prompt_token_ids=(1,), num_samples=2, sampling=sampling)
+        async with aclosing(merged([replica.generate(call, None, lambda: 0) for _ in range(2)])) as batches:
+            await anext(batches)
+            await anext(batches)
+            waiting = asyncio.ensure_future(anext(batches))
+            await asyncio.sleep(0)
+            await replica.close()
+            with pytest.raises(ReplicaLost, match="closed"):
+                await asyncio.wait_for(waiting, 5)
 
 
 class LateEngine(FakeEngine):

@@ -1,5 +1,6 @@
 """The embedded engine over gRPC: one message per group when the caller wants the whole group."""
 
+import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import TYPE_CHECKING
@@ -62,6 +63,10 @@ class TorchReplica(ReplicaClient):
                 yield response.samples
         except aio.AioRpcError as error:
             raise self._translated(error) from error
+        except asyncio.CancelledError:
+            if (task := asyncio.current_task()) is None or task.cancelling():
+                raise
+            raise ReplicaLost(f"the connection to {self._address} was closed") from None  # by `close`, nobody left
         finally:
             answer.cancel()  # who closes this generator between two messages leaves a call that nobody else ends
         if missing:
