@@ -9,6 +9,7 @@ import pytest
 from reflux.common.v1.common_pb2 import Sample, SamplingParams
 from reflux.inference_gateway.v1 import engine_service_pb2
 from reflux.inference_gateway.v1 import inference_gateway_service_pb2 as pb
+from reflux_inference_gateway import generation
 from reflux_inference_gateway.answers import whole_group
 from reflux_inference_gateway.dispatch import Dispatcher, ReplicaLost
 from reflux_inference_gateway.engines.torch import TorchReplica
@@ -82,6 +83,37 @@ async def test_an_abort_that_overtakes_its_group_on_the_way_to_the_replica_is_sa
         aborted = await gate.stub.Abort(pb.AbortRequest(request_id="r"), timeout=10)
         assert aborted.found
         assert [one.sample.finish_reason for one in await asyncio.wait_for(call, 5)] == ["abort", "abort"]
+
+
+class Deaf:
+    """A replica and its client: one sample, and then another one that nobody takes."""
+
+    def get(self, info):
+        return self
+
+    async def generate(self, call, deadline_seconds, serving):
+        for index in range(call.num_samples):
+            yield [Sample(index=index, finish_reason="stop")]
+
+    async def abort(self, request_id):
+        pass
+
+
+async def test_a_caller_that_takes_nothing_does_not_keep_the_fleet_from_being_parked(monkeypatch):
+    monkeypatch.setattr(generation, "_STOPPING_SECONDS", 0.0)
+    made = crowded()
+    made.table.register(ReplicaInfo(name="replicas/a", model_id="m", http_url="http://a"), 0.0)
+    generations = generation.Generations(made, Deaf())
+    sampling = SamplingParams(max_tokens=4)
+    call = GroupCall(request_id="r", model_id="m", prompt_token_ids=(1,), num_samples=3, sampling=sampling)
+    with generations.new(call, lambda: None) as one:
+        async with aclosing(one.batches()) as batches:
+            await anext(batches)
+            assert one.is_live
+            made.fleet.pause("m", park=True)
+            await asyncio.wait_for(generations.park("m"), 10)
+            made.fleet.resume("m")
+            assert len([batch async for batch in batches]) == 2
 
 
 class FaultyEngine(FakeEngine):

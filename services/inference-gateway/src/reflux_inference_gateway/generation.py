@@ -1,6 +1,7 @@
 """Groups that callers wait for: from a checked call to finished samples, stopped and taken up again on the way."""
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
@@ -19,9 +20,13 @@ from reflux_inference_gateway.want import Want
 from reflux_inference_gateway.wire import GroupCall
 from reflux_kit.scope import run_of
 
+log = logging.getLogger(__name__)
+
 _NO_DEADLINE_SECONDS = 24 * 3600.0
 _STOPPING_SECONDS = 0.05
 """How often running groups are told to stop: a replica may hear of the stop before it hears of the group."""
+_MAX_PARKS = 100
+"""Of one pause: 5 s and what the replicas take to answer."""
 _MAX_STOPS = 20
 """Of one abort: a replica that has not stopped a group by then does not listen; its end is seen by its heartbeat."""
 
@@ -189,7 +194,13 @@ class Generations:
         return len(found)
 
     async def park(self, model_id: str) -> None:
-        """Stops those of a model (all when empty) at their replicas, until no replica has a part of them."""
-        while live := [one for one in self._running if one.is_live and model_id in ("", one.call.model_id)]:
+        """Stops those of a model (all when empty) at their replicas, until no replica has a part of them. Callers that
+        take nothing do not keep it: what their replicas have delivered waits here.
+        """
+        for _ in range(_MAX_PARKS):
+            live = [one for one in self._running if one.is_live and model_id in ("", one.call.model_id)]
+            if not live:
+                return
             await asyncio.gather(*(one.park() for one in live))
             await self.dispatcher.changes.wait(_STOPPING_SECONDS)
+        log.warning("groups that were told to stop are not seen to: their callers or replicas do not answer")
