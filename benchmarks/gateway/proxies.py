@@ -60,10 +60,13 @@ class Proxy:
         return [number for number in numbers if (found := _stat(number)) and int(found[2]) == self.pid]
 
     def load(self, **options: object) -> dict[str, float]:
-        """Runs `load.py` against it; what it printed. Raises `RuntimeError` when an answer was wrong."""
+        """Runs `load.py` against it; what it printed. A peer's wrong answers are told, ours are a `RuntimeError`."""
         result = run_load("load.py", self.url, {"token": self.token, **options})
         if result["failed"]:
-            raise RuntimeError(f"{self.name}: {result['failed']} answers were no success")
+            told = f"{self.name}: {result['failed']} of {result['requests']} answers were no success"
+            if self.name not in _MODULES:
+                raise RuntimeError(told)
+            print(told, flush=True)
         return result
 
 
