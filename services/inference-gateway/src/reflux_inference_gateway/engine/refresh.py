@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 _CHUNK_SECONDS = 0.020
+_PART_OF_STEP = 0.5
+"""Of a decode step: the learner stages on the same processors, and a chunk that aims at a whole step overruns it."""
 _FLOOR_TOKENS = 16
 """A chunk reads all weights once, however small it is: below this it would cost the same and do less."""
 
@@ -17,7 +19,7 @@ _WEIGHT = 0.5
 
 
 class Pace:
-    """Owns the size of a chunk: as many tokens as take 20 ms, or as one decode step of all rows takes if that is more.
+    """Owns the size of a chunk: as many tokens as take 20 ms, or half a decode step of all rows if that is more.
 
     Before anything is measured a chunk has as many tokens as rows run: the same matrix products as a decode step.
     """
@@ -30,7 +32,7 @@ class Pace:
 
     def tokens(self, running: int) -> int:
         """Size of the next chunk while `running` rows are seated."""
-        wanted = self._tokens_per_second * max(_CHUNK_SECONDS, self._step_seconds)
+        wanted = self._tokens_per_second * max(_CHUNK_SECONDS, _PART_OF_STEP * self._step_seconds)
         return min(self._max_tokens, max(_FLOOR_TOKENS, int(wanted) if self._tokens_per_second else running))
 
     def decoded(self, seconds: float) -> None:
