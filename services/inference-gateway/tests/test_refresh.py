@@ -153,7 +153,7 @@ class SimulatedCosts:
         return self.now
 
 
-def test_the_pause_of_64_running_rows_is_half_a_decode_step(model_folder, monkeypatch):
+def test_the_pause_of_64_running_rows_is_three_quarters_of_a_decode_step(model_folder, monkeypatch):
     clock, figures = SimulatedCosts(monkeypatch), []
     engine = Harness(model_folder, max_rows=64, clock=clock, settled=figures.append)
     for number in range(8):
@@ -168,7 +168,7 @@ def test_the_pause_of_64_running_rows_is_half_a_decode_step(model_folder, monkey
         while len(figures) < version - 1:
             engine.core.step()
         assert figures[-1].refreshed_tokens == tokens > running * 20
-        assert 0 < figures[-1].pause_seconds <= 0.032 + 1e-9, "a decode step of 64 rows takes 64 ms"
+        assert 0 < figures[-1].pause_seconds <= 0.048 + 1e-9, "a decode step of 64 rows takes 64 ms"
         assert figures[-1].refresh_seconds >= tokens * 1e-3
 
 
@@ -239,13 +239,13 @@ def test_chunks_cover_every_stale_position_once_and_the_oldest_first(rows, token
     assert finished == sorted(finished)
 
 
-def test_a_chunk_takes_half_of_a_decode_step_but_20_ms_at_least():
+def test_a_chunk_takes_three_quarters_of_a_decode_step_but_20_ms_at_least():
     pace = Pace(4096)
     assert pace.tokens(running=64) == 64, "nothing is measured yet"
     pace.refreshed(100, 0.1)
     assert pace.tokens(running=64) == 20
-    pace.decoded(0.3)
-    assert pace.tokens(running=64) == 150
+    pace.decoded(0.4)
+    assert pace.tokens(running=64) == 300
     pace.refreshed(300, 100.0)
     for _ in range(40):
         pace.refreshed(16, 10.0)

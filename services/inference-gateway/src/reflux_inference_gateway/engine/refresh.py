@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 _CHUNK_SECONDS = 0.020
-_PART_OF_STEP = 0.5
-"""Of a decode step: the learner stages on the same processors, and a chunk that aims at a whole step overruns it."""
+_PART_OF_STEP = 0.75
+"""Of a decode step: the learner stages on the same processors, and a chunk that aims at a whole step overruns it. The
+smaller a chunk, the later the last row is fresh."""
 _FLOOR_TOKENS = 16
 """A chunk reads all weights once, however small it is: below this it would cost the same and do less."""
 
@@ -19,7 +20,8 @@ _WEIGHT = 0.5
 
 
 class Pace:
-    """Owns the size of a chunk: as many tokens as take 20 ms, or half a decode step of all rows if that is more.
+    """Owns the size of a chunk: as many tokens as take 20 ms, or three quarters of a decode step of all rows if that is
+    more.
 
     Before anything is measured a chunk has as many tokens as rows run: the same matrix products as a decode step.
     """
