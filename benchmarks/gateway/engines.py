@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mix import Way, makespan_vs_router, try_out, ways
@@ -27,30 +27,9 @@ from workload import PROMPT_TOKENS, Group
 
 from reflux_model.config import ModelConfig
 from reflux_model.creation import create_folder
+from reflux_model.presets import SMOLLM2_135M, TINY
 
 ROWS = 32
-SMOLLM2 = ModelConfig(
-    vocab_size=49152,
-    hidden_size=576,
-    intermediate_size=1536,
-    num_layers=30,
-    num_heads=9,
-    num_kv_heads=3,
-    head_size=64,
-    max_positions=8192,
-    rms_norm_eps=1e-5,
-    rope_theta=100_000.0,
-)
-TINY = ModelConfig(
-    vocab_size=512,
-    hidden_size=64,
-    intermediate_size=160,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_size=16,
-    max_positions=2048,
-)
 
 
 @dataclass(frozen=True)
@@ -90,7 +69,7 @@ def main() -> int:
     parser.add_argument("--tiny", action="store_true", help="a small model, to see that it works")
     parser.add_argument("--many", type=int, default=64, help="groups of 8")
     options = parser.parse_args()
-    config, figures = TINY if options.tiny else SMOLLM2, {}
+    config, figures = replace(TINY, vocab_size=512, max_positions=2048) if options.tiny else SMOLLM2_135M, {}
     with tempfile.TemporaryDirectory() as folder, bench() as running:
         write_model(Path(folder), config)
         engine = {"MODEL": folder, "MODEL_ID": MODEL, "WEIGHTS": "folder", "DTYPE": "bfloat16"}

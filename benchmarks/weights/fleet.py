@@ -11,7 +11,7 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.request import urlopen
 
@@ -25,36 +25,14 @@ from reflux.trainer.v1.learner_service_pb2_grpc import LearnerServiceStub
 from reflux.weight_broker.v1 import weight_broker_service_pb2 as pb
 from reflux.weight_broker.v1.weight_broker_service_pb2_grpc import WeightBrokerServiceStub
 from reflux.weight_broker.v1.weight_version_pb2 import WeightVersion
-from reflux_model.config import ModelConfig
 from reflux_model.creation import create_folder
+from reflux_model.presets import SMOLLM2_135M, TINY
 
 CONVERTED = Path(__file__).parents[2] / ".reflux" / "engines" / "smollm2-135m"
 """Where `make test-engines` leaves SmolLM2-135M."""
 
 _START_SECONDS = 120.0
 _SYNC_SECONDS = 120.0
-_SMOLLM2 = ModelConfig(
-    vocab_size=49152,
-    hidden_size=576,
-    intermediate_size=1536,
-    num_layers=30,
-    num_heads=9,
-    num_kv_heads=3,
-    head_size=64,
-    max_positions=8192,
-    rms_norm_eps=1e-5,
-    rope_theta=100_000.0,
-)
-_TINY = ModelConfig(
-    vocab_size=512,
-    hidden_size=64,
-    intermediate_size=160,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_size=16,
-    max_positions=1024,
-)
 
 
 @contextmanager
@@ -65,7 +43,7 @@ def model_folder(wanted: str) -> Iterator[Path]:
         print(f"model: {folder.name}, real weights")
         yield folder
         return
-    config = _TINY if wanted == "tiny" else _SMOLLM2
+    config = replace(TINY, vocab_size=512, max_positions=1024) if wanted == "tiny" else SMOLLM2_135M
     print("model: tiny, seeded noise" if wanted == "tiny" else "model: seeded noise of the shape of SmolLM2-135M")
     with tempfile.TemporaryDirectory() as folder:
         create_folder(Path(folder), config, 0)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
@@ -16,30 +17,19 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from reflux.inference_gateway.v1 import inference_gateway_service_pb2 as pb
 from reflux.inference_gateway.v1.inference_gateway_service_pb2_grpc import InferenceGatewayServiceStub
-from reflux_model.config import ModelConfig
 from reflux_model.creation import create_folder
+from reflux_model.presets import TINY
 
 _HANG_SECONDS = 120.0
 _PIECES = ["<pad>", "<eos>", *"abcdefghijklmnopqrstuvwxyz ."]
-_TINY = ModelConfig(
-    vocab_size=len(_PIECES),
-    hidden_size=32,
-    intermediate_size=48,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_size=8,
-    max_positions=2048,
-    eos_token_id=1,
-    pad_token_id=0,
-)
+_MODEL = replace(TINY, vocab_size=len(_PIECES), max_positions=2048)
 
 
 @pytest.fixture(scope="session")
 def endpoint(tmp_path_factory):
     """Base URL of a gateway whose engine serves the model `tiny`: letters, and room for noise to end by itself."""
     folder = tmp_path_factory.mktemp("conformance")
-    create_folder(folder / "tiny", _TINY, seed=3)
+    create_folder(folder / "tiny", _MODEL, seed=3)
     _write_tokenizer(folder / "tiny")
     with ExitStack() as stack:
         listen = {

@@ -1,5 +1,6 @@
 """The functional forward against the Hugging Face classes, and its paths against each other."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,22 +12,12 @@ from reflux_model.config import Architecture, ModelConfig, RopeScaling
 from reflux_model.folder import load_folder, save_folder
 from reflux_model.inference import decode_step, prefill
 from reflux_model.parameters import initial_parameters
+from reflux_model.presets import TINY
 from reflux_model.training import logprobs
 
 torch.set_num_threads(1)
 
-BASE = ModelConfig(
-    vocab_size=61,
-    hidden_size=32,
-    intermediate_size=48,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_size=8,
-    max_positions=64,
-    eos_token_id=1,
-    pad_token_id=0,
-)
+BASE = replace(TINY, vocab_size=61, max_positions=64)
 
 
 def _variant(architecture: Architecture = "LlamaForCausalLM", **changes: object) -> ModelConfig:

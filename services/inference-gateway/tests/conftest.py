@@ -19,23 +19,11 @@ from reflux.inference_gateway.v1.inference_gateway_service_pb2_grpc import Infer
 from reflux_inference_gateway.main import build as build_gateway
 from reflux_inference_gateway.settings import GatewaySettings
 from reflux_kit.server import running
-from reflux_model.config import ModelConfig
 from reflux_model.creation import create_folder
+from reflux_model.presets import TINY
 
 torch.set_num_threads(1)
 
-TINY = ModelConfig(
-    vocab_size=40,
-    hidden_size=32,
-    intermediate_size=48,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_size=8,
-    max_positions=96,
-    eos_token_id=1,
-    pad_token_id=0,
-)
 LETTERS = "abcdefghijklmnopqrstuvwxyz ."
 PIECES = ["<pad>", "<eos>", *LETTERS, *("ab", "bc", "cd", "the", "xyz", "\n", "d.", ". ", "\u00e9", "user")]
 

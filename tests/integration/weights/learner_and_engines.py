@@ -4,7 +4,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -29,8 +29,8 @@ from reflux_inference_gateway.settings import GatewaySettings
 from reflux_kit.channel import open_channel
 from reflux_kit.server import Bound, Mount, Service, running
 from reflux_kit.settings import ServiceSettings
-from reflux_model.config import ModelConfig
 from reflux_model.creation import create_folder
+from reflux_model.presets import TINY
 from reflux_trainer.learner.host import LearnerHost
 from reflux_trainer.learner.servicer import SERVICE_NAME, LearnerServicer
 from reflux_weight_broker.main import BrokerSettings
@@ -39,18 +39,7 @@ from reflux_weight_broker.main import build as build_broker
 torch.set_num_threads(1)
 
 RUN = "run-1"
-MODEL = ModelConfig(
-    vocab_size=32,
-    hidden_size=32,
-    intermediate_size=48,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_size=8,
-    max_positions=256,
-    eos_token_id=1,
-    pad_token_id=0,
-)
+MODEL = replace(TINY, vocab_size=32, max_positions=256)
 
 
 def model_folder(folder: Path) -> Path:
