@@ -2,7 +2,6 @@
 
 import asyncio
 import signal
-from collections.abc import Iterator
 from itertools import product
 
 import pytest
@@ -61,14 +60,6 @@ class Replicas:
             state = await peer.hears()
             assert (state["version"], state["epoch"]) == (version, epoch)
             assert state["held"] == digests(seed, rank)
-
-
-@pytest.fixture
-def run(valkey_url: str) -> Iterator[Stack]:
-    stack = Stack(valkey_url)
-    stack.broker()
-    yield stack
-    stack.close()
 
 
 @pytest.mark.parametrize("transport", ["shm", "ucx"])

