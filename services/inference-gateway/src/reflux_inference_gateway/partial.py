@@ -9,7 +9,8 @@ from reflux_inference_gateway.wire import GroupCall
 def rest(call: GroupCall, sample: Sample) -> GroupCall:
     """A call for what is missing of a group's sample: its tokens so far belong to the prompt.
 
-    Draws depend on the sample's seed and the position of a token, so that the rest is what it would have been.
+    Draws of the torch engine depend on the sample's seed and the position of a token, so that the rest is what it would
+    have been. vLLM and SGLang start a seed's generator anew: there a seeded rest repeats its first noise.
     """
     sampling = SamplingParams()
     sampling.CopyFrom(call.sampling)
