@@ -1,9 +1,9 @@
 """Hands computed prompts from one engine to another: registered here, read there one-sided (`reflux_transfer`).
 
 A region holds [generation, keys, values]; it is written once, before its ticket exists, and withdrawn at the first
-offer after its lease, or earlier when others need the memory. The ticket travels through whoever pairs the two engines, as `kv_transfer_params` do in
-vLLM's NIXL protocol. What was read counts only if the generation is the ticket's before and after the read and the
-checksum of the bytes is right; otherwise the reader computes the prompt itself.
+offer after its lease, or earlier when others need the memory. The ticket travels through whoever pairs the two engines,
+as `kv_transfer_params` do in vLLM's NIXL protocol. What was read counts only if the generation is the ticket's before
+and after the read and the checksum of the bytes is right; otherwise the reader computes the prompt itself.
 """
 
 import base64
