@@ -117,3 +117,17 @@ async def answers(call, received=None):
     async for response in call:
         received.append(response)
     return received
+
+
+async def weather(made, draw):
+    """Pauses and resumes the model `m`, and lets replicas that were lost report again, until it is cancelled."""
+    while True:
+        await asyncio.sleep(0)
+        match draw.randrange(4):
+            case 0:
+                made.fleet.pause("m")
+            case 1:
+                made.fleet.resume("m")
+            case _:
+                made.table.heartbeat(draw.choice(made.table.entries()).info, made.clock())
+        made.changes.notify()

@@ -16,6 +16,8 @@ from reflux_inference_gateway.routing.base import Ask
 from reflux_inference_gateway.routing.group_spread import GroupSpread
 from reflux_inference_gateway.want import Want
 
+from .gateway_harness import weather
+
 
 class CheckedTable(ReplicaTable):
     """Nothing is sent to a replica that is full."""
@@ -215,16 +217,3 @@ async def group(made, draw):
     async with aclosing(made.stream_group(want, send)) as items:
         async for _ in items:
             pass
-
-
-async def weather(made, draw):
-    while True:
-        await asyncio.sleep(0)
-        match draw.randrange(4):
-            case 0:
-                made.fleet.pause("m")
-            case 1:
-                made.fleet.resume("m")
-            case _:
-                made.table.heartbeat(draw.choice(made.table.entries()).info, made.clock())
-        made.changes.notify()

@@ -21,7 +21,7 @@ from reflux_inference_gateway.routing import POLICIES
 from reflux_inference_gateway.routing.base import Ask, RoutingPolicy, Share
 from reflux_inference_gateway.want import Want
 
-from .gateway_harness import FakeEngine, answers, engine_server, gateway, group, http_server
+from .gateway_harness import FakeEngine, answers, engine_server, gateway, group, http_server, weather
 
 
 class EvenSplit(RoutingPolicy):
@@ -64,7 +64,7 @@ async def chaos(draw, replicas, groups):
     made = Dispatcher(table=ReplicaTable(), fleet=Fleet(), new_policy=EvenSplit, replica_wait_seconds=20.0)
     for number in range(replicas):
         made.table.register(info(number), made.clock())
-    storm = asyncio.create_task(weather(made, draw, replicas))
+    storm = asyncio.create_task(weather(made, draw))
     delivered = [[] for _ in range(groups)]
     tasks = [asyncio.create_task(relay(made, draw, samples)) for samples in delivered]
     for task in tasks:
@@ -104,19 +104,6 @@ async def relay(made, draw, samples):
     async with aclosing(made.stream_group(want, send)) as items:
         async for item in items:
             samples.append(item)
-
-
-async def weather(made, draw, replicas):
-    while True:
-        await asyncio.sleep(0)
-        match draw.randrange(4):
-            case 0:
-                made.fleet.pause("m")
-            case 1:
-                made.fleet.resume("m")
-            case _:
-                made.table.heartbeat(info(draw.randrange(replicas)), made.clock())
-        made.changes.notify()
 
 
 async def test_the_load_of_a_share_falls_with_each_sample_that_is_done():

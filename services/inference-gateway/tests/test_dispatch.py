@@ -14,6 +14,8 @@ from reflux_inference_gateway.fleet import Fleet
 from reflux_inference_gateway.replicas import ReplicaInfo, ReplicaTable
 from reflux_inference_gateway.routing.least_loaded import LeastLoaded
 
+from .gateway_harness import weather
+
 
 def dispatcher(replicas=2, *, max_held=100, wait_seconds=5.0):
     made = Dispatcher(
@@ -46,7 +48,7 @@ def test_nothing_is_lost_or_doubled_whatever_dies_pauses_or_hangs_up(seed, repli
 async def chaos(draw, replicas, requests):
     made = dispatcher(replicas)
     delivered: list[list[str]] = [[] for _ in range(requests)]
-    storm = asyncio.create_task(weather(made, draw, replicas))
+    storm = asyncio.create_task(weather(made, draw))
     tasks = [asyncio.create_task(relay(made, draw, parts)) for parts in delivered]
     for task in tasks:
         if draw.random() < 0.1:
@@ -90,20 +92,6 @@ async def relay(made, draw, parts):
     async with aclosing(made.stream_group(want(), send)) as items:
         async for item in items:
             parts.append(item)
-
-
-async def weather(made, draw, replicas):
-    """Pauses, resumes, and brings lost replicas back."""
-    while True:
-        await asyncio.sleep(0)
-        action = draw.randrange(4)
-        if action == 0:
-            made.fleet.pause("m")
-        elif action == 1:
-            made.fleet.resume("m")
-        else:
-            made.table.heartbeat(info(draw.randrange(replicas)), made.clock())
-        made.changes.notify()
 
 
 async def answer(replica, _):
