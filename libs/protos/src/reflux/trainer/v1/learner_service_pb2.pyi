@@ -165,6 +165,7 @@ class LossConfig(_message.Message):
     AGGREGATION_FIELD_NUMBER: _builtins.int
     TIS_CAP_FIELD_NUMBER: _builtins.int
     CONSTANT_LENGTH_FIELD_NUMBER: _builtins.int
+    DRO_BETA_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """"ppo", "reinforce", "cispo", "gspo", "importance_sampling", "cross_entropy", "dual_clip"."""
     clip_low: _builtins.float
@@ -177,6 +178,8 @@ class LossConfig(_message.Message):
     """Truncation of the importance weight exp(lp_old - lp_mu); 0 turns the correction off."""
     constant_length: _builtins.int
     """Denominator length of "constant" aggregation, in tokens."""
+    dro_beta: _builtins.float
+    """Weight of the squared log-ratio in "dro"."""
     def __init__(
         self,
         *,
@@ -186,14 +189,105 @@ class LossConfig(_message.Message):
         aggregation: _builtins.str = ...,
         tis_cap: _builtins.float = ...,
         constant_length: _builtins.int = ...,
+        dro_beta: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["aggregation", b"aggregation", "clip_high", b"clip_high", "clip_low", b"clip_low", "constant_length", b"constant_length", "name", b"name", "tis_cap", b"tis_cap"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["aggregation", b"aggregation", "clip_high", b"clip_high", "clip_low", b"clip_low", "constant_length", b"constant_length", "dro_beta", b"dro_beta", "name", b"name", "tis_cap", b"tis_cap"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___LossConfig: _TypeAlias = LossConfig  # noqa: Y015
+
+@_typing.final
+class Datum(_message.Message):
+    """One sequence whose targets are given position by position: token t of the input predicts target t."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    TARGET_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    ARRAYS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Input token ids."""
+
+    @_builtins.property
+    def target_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Target of each input token."""
+
+    @_builtins.property
+    def arrays(self) -> _containers.RepeatedCompositeFieldContainer[Global___FloatArray]:
+        """Numbers per target; a missing array counts as: "weights" 1, "advantages" 1, "logprobs" (the sampler's) those of the
+        present weights.
+        """
+
+    def __init__(
+        self,
+        *,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        target_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        arrays: _abc.Iterable[Global___FloatArray] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arrays", b"arrays", "target_token_ids", b"target_token_ids", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Datum: _TypeAlias = Datum  # noqa: Y015
+
+@_typing.final
+class FloatArray(_message.Message):
+    """Named numbers, one per target of a datum."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    VALUES_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """"weights", "advantages" or "logprobs"."""
+    @_builtins.property
+    def values(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """The numbers."""
+
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        values: _abc.Iterable[_builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "values", b"values"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FloatArray: _TypeAlias = FloatArray  # noqa: Y015
+
+@_typing.final
+class DatumOutput(_message.Message):
+    """What was computed for one datum."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Log-probability of every target under the weights of the call."""
+
+    def __init__(
+        self,
+        *,
+        logprobs: _abc.Iterable[_builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DatumOutput: _TypeAlias = DatumOutput  # noqa: Y015
 
 @_typing.final
 class ForwardBackwardRequest(_message.Message):
@@ -206,12 +300,16 @@ class ForwardBackwardRequest(_message.Message):
     GROUPS_FIELD_NUMBER: _builtins.int
     LOSS_FIELD_NUMBER: _builtins.int
     MICRO_BATCH_COMPLETIONS_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
+    DATUMS_FIELD_NUMBER: _builtins.int
     op_id: _builtins.int
     """Operation number."""
     model_id: _builtins.str
     """Model id."""
     micro_batch_completions: _builtins.int
     """Completions per micro-batch; 0 takes all at once."""
+    adapter: _builtins.str
+    """Adapter that learns; empty is the model itself. `op_id` counts the adapter's operations."""
     @_builtins.property
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___PromptGroup]:
         """The batch."""
@@ -219,6 +317,10 @@ class ForwardBackwardRequest(_message.Message):
     @_builtins.property
     def loss(self) -> Global___LossConfig:
         """The loss."""
+
+    @_builtins.property
+    def datums(self) -> _containers.RepeatedCompositeFieldContainer[Global___Datum]:
+        """The batch in the place of `groups`."""
 
     def __init__(
         self,
@@ -228,10 +330,12 @@ class ForwardBackwardRequest(_message.Message):
         groups: _abc.Iterable[Global___PromptGroup] | None = ...,
         loss: Global___LossConfig | None = ...,
         micro_batch_completions: _builtins.int = ...,
+        adapter: _builtins.str = ...,
+        datums: _abc.Iterable[Global___Datum] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["loss", b"loss"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["groups", b"groups", "loss", b"loss", "micro_batch_completions", b"micro_batch_completions", "model_id", b"model_id", "op_id", b"op_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "datums", b"datums", "groups", b"groups", "loss", b"loss", "micro_batch_completions", b"micro_batch_completions", "model_id", b"model_id", "op_id", b"op_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -250,6 +354,7 @@ class ForwardBackwardResponse(_message.Message):
     MAX_LOGPROB_GAP_FIELD_NUMBER: _builtins.int
     CLIP_FRACTION_FIELD_NUMBER: _builtins.int
     SECONDS_FIELD_NUMBER: _builtins.int
+    OUTPUTS_FIELD_NUMBER: _builtins.int
     loss: _builtins.float
     """Loss after aggregation."""
     tokens: _builtins.int
@@ -264,6 +369,10 @@ class ForwardBackwardResponse(_message.Message):
     """Share of tokens at a clip bound."""
     seconds: _builtins.float
     """Seconds of compute."""
+    @_builtins.property
+    def outputs(self) -> _containers.RepeatedCompositeFieldContainer[Global___DatumOutput]:
+        """One per datum, in their order."""
+
     def __init__(
         self,
         *,
@@ -274,10 +383,11 @@ class ForwardBackwardResponse(_message.Message):
         max_logprob_gap: _builtins.float = ...,
         clip_fraction: _builtins.float = ...,
         seconds: _builtins.float = ...,
+        outputs: _abc.Iterable[Global___DatumOutput] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["clip_fraction", b"clip_fraction", "entropy", b"entropy", "kl_sample_train", b"kl_sample_train", "loss", b"loss", "max_logprob_gap", b"max_logprob_gap", "seconds", b"seconds", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["clip_fraction", b"clip_fraction", "entropy", b"entropy", "kl_sample_train", b"kl_sample_train", "loss", b"loss", "max_logprob_gap", b"max_logprob_gap", "outputs", b"outputs", "seconds", b"seconds", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -298,6 +408,7 @@ class OptimStepRequest(_message.Message):
     WEIGHT_DECAY_FIELD_NUMBER: _builtins.int
     MAX_GRAD_NORM_FIELD_NUMBER: _builtins.int
     RESET_OPTIMIZER_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
     op_id: _builtins.int
     """Operation number."""
     model_id: _builtins.str
@@ -316,6 +427,8 @@ class OptimStepRequest(_message.Message):
     """Limit of the gradient's norm; 0 turns it off."""
     reset_optimizer: _builtins.bool
     """True forgets the optimizer's moments before the step (start of another stage)."""
+    adapter: _builtins.str
+    """Adapter to step; empty is the model itself. `op_id` counts the adapter's operations."""
     def __init__(
         self,
         *,
@@ -328,10 +441,11 @@ class OptimStepRequest(_message.Message):
         weight_decay: _builtins.float = ...,
         max_grad_norm: _builtins.float = ...,
         reset_optimizer: _builtins.bool = ...,
+        adapter: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["beta1", b"beta1", "beta2", b"beta2", "eps", b"eps", "learning_rate", b"learning_rate", "max_grad_norm", b"max_grad_norm", "model_id", b"model_id", "op_id", b"op_id", "reset_optimizer", b"reset_optimizer", "weight_decay", b"weight_decay"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "beta1", b"beta1", "beta2", b"beta2", "eps", b"eps", "learning_rate", b"learning_rate", "max_grad_norm", b"max_grad_norm", "model_id", b"model_id", "op_id", b"op_id", "reset_optimizer", b"reset_optimizer", "weight_decay", b"weight_decay"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -379,21 +493,37 @@ class ForwardRequest(_message.Message):
 
     MODEL_ID_FIELD_NUMBER: _builtins.int
     GROUPS_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
+    DATUMS_FIELD_NUMBER: _builtins.int
+    LOSS_FIELD_NUMBER: _builtins.int
     model_id: _builtins.str
     """Model id."""
+    adapter: _builtins.str
+    """Adapter that answers; empty is the model itself."""
     @_builtins.property
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___PromptGroup]:
         """The batch; advantages are ignored."""
+
+    @_builtins.property
+    def datums(self) -> _containers.RepeatedCompositeFieldContainer[Global___Datum]:
+        """The batch in the place of `groups`."""
+
+    @_builtins.property
+    def loss(self) -> Global___LossConfig:
+        """Loss to compute over `datums`; unset computes none."""
 
     def __init__(
         self,
         *,
         model_id: _builtins.str = ...,
         groups: _abc.Iterable[Global___PromptGroup] | None = ...,
+        adapter: _builtins.str = ...,
+        datums: _abc.Iterable[Global___Datum] | None = ...,
+        loss: Global___LossConfig | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["loss", b"loss"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["groups", b"groups", "model_id", b"model_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "datums", b"datums", "groups", b"groups", "loss", b"loss", "model_id", b"model_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -406,18 +536,28 @@ class ForwardResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     GROUPS_FIELD_NUMBER: _builtins.int
+    OUTPUTS_FIELD_NUMBER: _builtins.int
+    LOSS_FIELD_NUMBER: _builtins.int
+    loss: _builtins.float
+    """Loss over `datums` after aggregation, when one was asked for."""
     @_builtins.property
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___PromptGroup]:
         """The batch with `behaviour_logprobs` replaced by those of the present weights."""
+
+    @_builtins.property
+    def outputs(self) -> _containers.RepeatedCompositeFieldContainer[Global___DatumOutput]:
+        """One per datum, in their order."""
 
     def __init__(
         self,
         *,
         groups: _abc.Iterable[Global___PromptGroup] | None = ...,
+        outputs: _abc.Iterable[Global___DatumOutput] | None = ...,
+        loss: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["groups", b"groups"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["groups", b"groups", "loss", b"loss", "outputs", b"outputs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -436,6 +576,11 @@ class PublishWeightsRequest(_message.Message):
     PROBE_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     ADAPTER_FIELD_NUMBER: _builtins.int
     ADAPTER_TENSORS_FIELD_NUMBER: _builtins.int
+    PUBLISH_AS_FIELD_NUMBER: _builtins.int
+    MERGED_ADAPTER_FIELD_NUMBER: _builtins.int
+    MERGED_OBJECTS_FIELD_NUMBER: _builtins.int
+    STORE_URL_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Client-chosen UUID that makes retries safe."""
     model_id: _builtins.str
@@ -448,6 +593,16 @@ class PublishWeightsRequest(_message.Message):
     """Name of an adapter, a-z, 0-9, "-" and "_": only its tensors are published, as a version of
     `<model_id>/adapters/<adapter>` on top of the committed weights. Empty publishes the model.
     """
+    publish_as: _builtins.str
+    """Publishes full weights as this model of broker and gateway, whose replicas may belong to others than the model's own;
+    empty is `model_id`.
+    """
+    merged_adapter: _builtins.str
+    """With `publish_as`: the model's weights with this LoRA adapter added in; empty is the model alone."""
+    store_url: _builtins.str
+    """URL of the object store of `merged_objects`."""
+    version: _builtins.int
+    """With `publish_as`: number of the version there; it has to grow from publish to publish."""
     @_builtins.property
     def probe_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Prompt whose log-probs learner and replicas compare under this version; empty compares nothing."""
@@ -455,6 +610,10 @@ class PublishWeightsRequest(_message.Message):
     @_builtins.property
     def adapter_tensors(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Tensors of the adapter, as the model names them."""
+
+    @_builtins.property
+    def merged_objects(self) -> _containers.RepeatedCompositeFieldContainer[_checkpoint_pb2.StoredObject]:
+        """With `publish_as`: the adapter's weights come from this state of SaveState, whether the adapter is loaded or not."""
 
     def __init__(
         self,
@@ -466,10 +625,15 @@ class PublishWeightsRequest(_message.Message):
         probe_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         adapter: _builtins.str = ...,
         adapter_tensors: _abc.Iterable[_builtins.str] | None = ...,
+        publish_as: _builtins.str = ...,
+        merged_adapter: _builtins.str = ...,
+        merged_objects: _abc.Iterable[_checkpoint_pb2.StoredObject] | None = ...,
+        store_url: _builtins.str = ...,
+        version: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "adapter_tensors", b"adapter_tensors", "min_replicas", b"min_replicas", "model_id", b"model_id", "probe_token_ids", b"probe_token_ids", "request_id", b"request_id", "sync_timeout_seconds", b"sync_timeout_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "adapter_tensors", b"adapter_tensors", "merged_adapter", b"merged_adapter", "merged_objects", b"merged_objects", "min_replicas", b"min_replicas", "model_id", b"model_id", "probe_token_ids", b"probe_token_ids", "publish_as", b"publish_as", "request_id", b"request_id", "store_url", b"store_url", "sync_timeout_seconds", b"sync_timeout_seconds", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -526,22 +690,30 @@ class SaveStateRequest(_message.Message):
     MODEL_ID_FIELD_NUMBER: _builtins.int
     STORE_URL_FIELD_NUMBER: _builtins.int
     PREFIX_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
+    WEIGHTS_ONLY_FIELD_NUMBER: _builtins.int
     model_id: _builtins.str
     """Model id."""
     store_url: _builtins.str
     """URL of the object store."""
     prefix: _builtins.str
     """Prefix of the objects."""
+    adapter: _builtins.str
+    """Adapter to save; empty is the model itself."""
+    weights_only: _builtins.bool
+    """With `adapter`: only its weights, without moments, gradient and answers."""
     def __init__(
         self,
         *,
         model_id: _builtins.str = ...,
         store_url: _builtins.str = ...,
         prefix: _builtins.str = ...,
+        adapter: _builtins.str = ...,
+        weights_only: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["model_id", b"model_id", "prefix", b"prefix", "store_url", b"store_url"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "model_id", b"model_id", "prefix", b"prefix", "store_url", b"store_url", "weights_only", b"weights_only"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -601,6 +773,9 @@ class LoadStateRequest(_message.Message):
     SEED_FIELD_NUMBER: _builtins.int
     WEIGHT_DTYPE_FIELD_NUMBER: _builtins.int
     WEIGHT_DELTA_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
+    WEIGHTS_ONLY_FIELD_NUMBER: _builtins.int
+    OP_ID_FIELD_NUMBER: _builtins.int
     model_id: _builtins.str
     """Model id."""
     path: _builtins.str
@@ -615,6 +790,14 @@ class LoadStateRequest(_message.Message):
     """Type of published weights, as in CreateModel."""
     weight_delta: _builtins.bool
     """Whether differences are published, as in CreateModel."""
+    adapter: _builtins.str
+    """Adapter to load, made when it is not there; empty is the model itself. The model has to be loaded; `path`,
+    `transport`, `seed` and what follows are not used.
+    """
+    weights_only: _builtins.bool
+    """With `adapter`: takes only the weights; moments are zero, gradient and answers are forgotten."""
+    op_id: _builtins.int
+    """With `adapter`: number that this load has among the adapter's operations; 0 takes the state's own number."""
     @_builtins.property
     def objects(self) -> _containers.RepeatedCompositeFieldContainer[_checkpoint_pb2.StoredObject]:
         """Objects of the checkpoint."""
@@ -630,10 +813,13 @@ class LoadStateRequest(_message.Message):
         seed: _builtins.int = ...,
         weight_dtype: _builtins.str = ...,
         weight_delta: _builtins.bool = ...,
+        adapter: _builtins.str = ...,
+        weights_only: _builtins.bool = ...,
+        op_id: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["model_id", b"model_id", "objects", b"objects", "path", b"path", "seed", b"seed", "store_url", b"store_url", "transport", b"transport", "weight_delta", b"weight_delta", "weight_dtype", b"weight_dtype"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "model_id", b"model_id", "objects", b"objects", "op_id", b"op_id", "path", b"path", "seed", b"seed", "store_url", b"store_url", "transport", b"transport", "weight_delta", b"weight_delta", "weight_dtype", b"weight_dtype", "weights_only", b"weights_only"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -693,6 +879,7 @@ class GetLearnerResponse(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
+    ADAPTERS_FIELD_NUMBER: _builtins.int
     model_id: _builtins.str
     """Model id; empty when nothing is loaded."""
     op_id: _builtins.int
@@ -703,6 +890,10 @@ class GetLearnerResponse(_message.Message):
     """Incarnation of the process."""
     epoch: _builtins.int
     """Last published epoch."""
+    @_builtins.property
+    def adapters(self) -> _containers.RepeatedCompositeFieldContainer[Global___AdapterState]:
+        """Loaded adapters."""
+
     def __init__(
         self,
         *,
@@ -711,11 +902,153 @@ class GetLearnerResponse(_message.Message):
         version: _builtins.int = ...,
         incarnation: _builtins.str = ...,
         epoch: _builtins.int = ...,
+        adapters: _abc.Iterable[Global___AdapterState] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "incarnation", b"incarnation", "model_id", b"model_id", "op_id", b"op_id", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "epoch", b"epoch", "incarnation", b"incarnation", "model_id", b"model_id", "op_id", b"op_id", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetLearnerResponse: _TypeAlias = GetLearnerResponse  # noqa: Y015
+
+@_typing.final
+class AdapterState(_message.Message):
+    """Where an adapter stands."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    OP_ID_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Name."""
+    op_id: _builtins.int
+    """Last operation."""
+    version: _builtins.int
+    """Optimizer steps."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        op_id: _builtins.int = ...,
+        version: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "op_id", b"op_id", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AdapterState: _TypeAlias = AdapterState  # noqa: Y015
+
+@_typing.final
+class CreateAdapterRequest(_message.Message):
+    """Which adapter to add."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_ID_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
+    TRAIN_ATTENTION_FIELD_NUMBER: _builtins.int
+    TRAIN_MLP_FIELD_NUMBER: _builtins.int
+    TRAIN_UNEMBED_FIELD_NUMBER: _builtins.int
+    SEED_FIELD_NUMBER: _builtins.int
+    model_id: _builtins.str
+    """Model id of the base."""
+    adapter: _builtins.str
+    """Name of the adapter: a-z, 0-9, "-" and "_"."""
+    rank: _builtins.int
+    """Rank of the two factors."""
+    train_attention: _builtins.bool
+    """Whether the attention's projections get factors."""
+    train_mlp: _builtins.bool
+    """Whether the feed-forward projections get factors."""
+    train_unembed: _builtins.bool
+    """Whether the output head gets factors."""
+    seed: _builtins.int
+    """Seed of the factors."""
+    def __init__(
+        self,
+        *,
+        model_id: _builtins.str = ...,
+        adapter: _builtins.str = ...,
+        rank: _builtins.int = ...,
+        train_attention: _builtins.bool = ...,
+        train_mlp: _builtins.bool = ...,
+        train_unembed: _builtins.bool = ...,
+        seed: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "model_id", b"model_id", "rank", b"rank", "seed", b"seed", "train_attention", b"train_attention", "train_mlp", b"train_mlp", "train_unembed", b"train_unembed"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CreateAdapterRequest: _TypeAlias = CreateAdapterRequest  # noqa: Y015
+
+@_typing.final
+class CreateAdapterResponse(_message.Message):
+    """The added adapter."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_PARAMETERS_FIELD_NUMBER: _builtins.int
+    num_parameters: _builtins.int
+    """Number of parameters of the adapter."""
+    def __init__(
+        self,
+        *,
+        num_parameters: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_parameters", b"num_parameters"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CreateAdapterResponse: _TypeAlias = CreateAdapterResponse  # noqa: Y015
+
+@_typing.final
+class DropAdapterRequest(_message.Message):
+    """Which adapter to free."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_ID_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
+    model_id: _builtins.str
+    """Model id of the base."""
+    adapter: _builtins.str
+    """Name of the adapter."""
+    def __init__(
+        self,
+        *,
+        model_id: _builtins.str = ...,
+        adapter: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "model_id", b"model_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DropAdapterRequest: _TypeAlias = DropAdapterRequest  # noqa: Y015
+
+@_typing.final
+class DropAdapterResponse(_message.Message):
+    """Nothing to tell."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DropAdapterResponse: _TypeAlias = DropAdapterResponse  # noqa: Y015

@@ -28,6 +28,8 @@ if _version_not_supported:
 class LearnerServiceStub:
     """The model and its optimizer. Operations are ordered by `op_id`: 1, 2, 3, ... per model; a repeated id gets the first answer,
     a gap is FAILED_PRECONDITION. PublishWeights, Forward and SaveState carry no op_id: they change no state.
+    A call that names an adapter concerns that LoRA adapter of the model, which has gradient, moments, version and a count
+    of operations of its own.
     """
 
     def __init__(self, channel):
@@ -76,11 +78,23 @@ class LearnerServiceStub:
                 request_serializer=reflux_dot_trainer_dot_v1_dot_learner__service__pb2.GetLearnerRequest.SerializeToString,
                 response_deserializer=reflux_dot_trainer_dot_v1_dot_learner__service__pb2.GetLearnerResponse.FromString,
                 _registered_method=True)
+        self.CreateAdapter = channel.unary_unary(
+                '/reflux.trainer.v1.LearnerService/CreateAdapter',
+                request_serializer=reflux_dot_trainer_dot_v1_dot_learner__service__pb2.CreateAdapterRequest.SerializeToString,
+                response_deserializer=reflux_dot_trainer_dot_v1_dot_learner__service__pb2.CreateAdapterResponse.FromString,
+                _registered_method=True)
+        self.DropAdapter = channel.unary_unary(
+                '/reflux.trainer.v1.LearnerService/DropAdapter',
+                request_serializer=reflux_dot_trainer_dot_v1_dot_learner__service__pb2.DropAdapterRequest.SerializeToString,
+                response_deserializer=reflux_dot_trainer_dot_v1_dot_learner__service__pb2.DropAdapterResponse.FromString,
+                _registered_method=True)
 
 
 class LearnerServiceServicer:
     """The model and its optimizer. Operations are ordered by `op_id`: 1, 2, 3, ... per model; a repeated id gets the first answer,
     a gap is FAILED_PRECONDITION. PublishWeights, Forward and SaveState carry no op_id: they change no state.
+    A call that names an adapter concerns that LoRA adapter of the model, which has gradient, moments, version and a count
+    of operations of its own.
     """
 
     def CreateModel(self, request, context):
@@ -139,6 +153,20 @@ class LearnerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def CreateAdapter(self, request, context):
+        """Adds a fresh LoRA adapter, its operation 0; one that exists is reset.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DropAdapter(self, request, context):
+        """Frees an adapter; one that is unknown is no error.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_LearnerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -182,6 +210,16 @@ def add_LearnerServiceServicer_to_server(servicer, server):
                     request_deserializer=reflux_dot_trainer_dot_v1_dot_learner__service__pb2.GetLearnerRequest.FromString,
                     response_serializer=reflux_dot_trainer_dot_v1_dot_learner__service__pb2.GetLearnerResponse.SerializeToString,
             ),
+            'CreateAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.CreateAdapter,
+                    request_deserializer=reflux_dot_trainer_dot_v1_dot_learner__service__pb2.CreateAdapterRequest.FromString,
+                    response_serializer=reflux_dot_trainer_dot_v1_dot_learner__service__pb2.CreateAdapterResponse.SerializeToString,
+            ),
+            'DropAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.DropAdapter,
+                    request_deserializer=reflux_dot_trainer_dot_v1_dot_learner__service__pb2.DropAdapterRequest.FromString,
+                    response_serializer=reflux_dot_trainer_dot_v1_dot_learner__service__pb2.DropAdapterResponse.SerializeToString,
+            ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
             'reflux.trainer.v1.LearnerService', rpc_method_handlers)
@@ -193,6 +231,8 @@ def add_LearnerServiceServicer_to_server(servicer, server):
 class LearnerService:
     """The model and its optimizer. Operations are ordered by `op_id`: 1, 2, 3, ... per model; a repeated id gets the first answer,
     a gap is FAILED_PRECONDITION. PublishWeights, Forward and SaveState carry no op_id: they change no state.
+    A call that names an adapter concerns that LoRA adapter of the model, which has gradient, moments, version and a count
+    of operations of its own.
     """
 
     @staticmethod
@@ -401,6 +441,60 @@ class LearnerService:
             '/reflux.trainer.v1.LearnerService/GetLearner',
             reflux_dot_trainer_dot_v1_dot_learner__service__pb2.GetLearnerRequest.SerializeToString,
             reflux_dot_trainer_dot_v1_dot_learner__service__pb2.GetLearnerResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CreateAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/reflux.trainer.v1.LearnerService/CreateAdapter',
+            reflux_dot_trainer_dot_v1_dot_learner__service__pb2.CreateAdapterRequest.SerializeToString,
+            reflux_dot_trainer_dot_v1_dot_learner__service__pb2.CreateAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DropAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/reflux.trainer.v1.LearnerService/DropAdapter',
+            reflux_dot_trainer_dot_v1_dot_learner__service__pb2.DropAdapterRequest.SerializeToString,
+            reflux_dot_trainer_dot_v1_dot_learner__service__pb2.DropAdapterResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -29,6 +29,8 @@ GRPC_VERSION: str
 class LearnerServiceStub:
     """The model and its optimizer. Operations are ordered by `op_id`: 1, 2, 3, ... per model; a repeated id gets the first answer,
     a gap is FAILED_PRECONDITION. PublishWeights, Forward and SaveState carry no op_id: they change no state.
+    A call that names an adapter concerns that LoRA adapter of the model, which has gradient, moments, version and a count
+    of operations of its own.
     """
 
     @_typing.overload
@@ -51,11 +53,17 @@ class LearnerServiceStub:
     """Loads the state of a checkpoint."""
     GetLearner: _grpc.UnaryUnaryMultiCallable[_learner_service_pb2.GetLearnerRequest, _learner_service_pb2.GetLearnerResponse]
     """Says what is loaded."""
+    CreateAdapter: _grpc.UnaryUnaryMultiCallable[_learner_service_pb2.CreateAdapterRequest, _learner_service_pb2.CreateAdapterResponse]
+    """Adds a fresh LoRA adapter, its operation 0; one that exists is reset."""
+    DropAdapter: _grpc.UnaryUnaryMultiCallable[_learner_service_pb2.DropAdapterRequest, _learner_service_pb2.DropAdapterResponse]
+    """Frees an adapter; one that is unknown is no error."""
 
 @_typing.type_check_only
 class LearnerServiceAsyncStub(LearnerServiceStub):
     """The model and its optimizer. Operations are ordered by `op_id`: 1, 2, 3, ... per model; a repeated id gets the first answer,
     a gap is FAILED_PRECONDITION. PublishWeights, Forward and SaveState carry no op_id: they change no state.
+    A call that names an adapter concerns that LoRA adapter of the model, which has gradient, moments, version and a count
+    of operations of its own.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -75,10 +83,16 @@ class LearnerServiceAsyncStub(LearnerServiceStub):
     """Loads the state of a checkpoint."""
     GetLearner: _aio.UnaryUnaryMultiCallable[_learner_service_pb2.GetLearnerRequest, _learner_service_pb2.GetLearnerResponse]  # type: ignore[assignment]
     """Says what is loaded."""
+    CreateAdapter: _aio.UnaryUnaryMultiCallable[_learner_service_pb2.CreateAdapterRequest, _learner_service_pb2.CreateAdapterResponse]  # type: ignore[assignment]
+    """Adds a fresh LoRA adapter, its operation 0; one that exists is reset."""
+    DropAdapter: _aio.UnaryUnaryMultiCallable[_learner_service_pb2.DropAdapterRequest, _learner_service_pb2.DropAdapterResponse]  # type: ignore[assignment]
+    """Frees an adapter; one that is unknown is no error."""
 
 class LearnerServiceServicer(metaclass=_abc_1.ABCMeta):
     """The model and its optimizer. Operations are ordered by `op_id`: 1, 2, 3, ... per model; a repeated id gets the first answer,
     a gap is FAILED_PRECONDITION. PublishWeights, Forward and SaveState carry no op_id: they change no state.
+    A call that names an adapter concerns that LoRA adapter of the model, which has gradient, moments, version and a count
+    of operations of its own.
     """
 
     @_abc_1.abstractmethod
@@ -144,5 +158,21 @@ class LearnerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_learner_service_pb2.GetLearnerResponse, _abc.Awaitable[_learner_service_pb2.GetLearnerResponse]]:
         """Says what is loaded."""
+
+    @_abc_1.abstractmethod
+    def CreateAdapter(
+        self,
+        request: _learner_service_pb2.CreateAdapterRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_learner_service_pb2.CreateAdapterResponse, _abc.Awaitable[_learner_service_pb2.CreateAdapterResponse]]:
+        """Adds a fresh LoRA adapter, its operation 0; one that exists is reset."""
+
+    @_abc_1.abstractmethod
+    def DropAdapter(
+        self,
+        request: _learner_service_pb2.DropAdapterRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_learner_service_pb2.DropAdapterResponse, _abc.Awaitable[_learner_service_pb2.DropAdapterResponse]]:
+        """Frees an adapter; one that is unknown is no error."""
 
 def add_LearnerServiceServicer_to_server(servicer: LearnerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
