@@ -39,6 +39,8 @@ class JobSpec:
     """From creation to the end, queueing included."""
     run: str
     traceparent: str
+    canonical: tuple[str, ...] = ()
+    """What each answer is equal to (`keys.AnswerKeys`); empty: every answer to itself only."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,9 +90,17 @@ def _refuse_constant(name: str) -> float:
     raise ValueError(f"{name} is not a number in JSON")
 
 
+def answer_keys(spec: JobSpec) -> list[str]:
+    """One key per answer, for the result cache and single flight: all that can change its grade, and nothing else."""
+    return [_digest([spec.verifier, spec.version, spec.payload, text]) for text in spec.canonical or spec.answers]
+
+
 def content_hash(spec: JobSpec) -> str:
-    """Key of the result cache and of single flight: everything that can change a grade, and nothing else."""
-    parts = [spec.verifier, spec.version, spec.payload, *spec.answers]
+    """Key of a whole job: of its answers in their order."""
+    return _digest(answer_keys(spec))
+
+
+def _digest(parts: list[str]) -> str:
     digest = hashlib.sha256()
     for part in parts:
         raw = part.encode()

@@ -11,6 +11,7 @@ from reflux_sandbox import metrics
 from reflux_sandbox.code_runner import CodeRunner
 from reflux_sandbox.dispatcher import Dispatcher
 from reflux_sandbox.isolation.base import Isolation
+from reflux_sandbox.keys import AnswerKeys
 from reflux_sandbox.messages import (
     parse_code,
     parse_create,
@@ -45,6 +46,7 @@ class SandboxServicer(SandboxServiceServicer):
         self._runner = runner
         self._isolation = isolation
         self._reasons = reasons
+        self._keys = AnswerKeys(isolation, settings.child_memory_bytes)
         self._watchers = 0
 
     async def CreateVerification(
@@ -53,7 +55,8 @@ class SandboxServicer(SandboxServiceServicer):
         if not request.traceparent:
             request.traceparent = telemetry.traceparent()
         command = parse_create(request, self._dispatcher.verifiers)
-        how, job = await self._store.create(command.spec, command.request_id)
+        spec = await self._keys.filled(command.spec, self._dispatcher.verifiers[command.spec.verifier])
+        how, job = await self._store.create(spec, command.request_id)
         metrics.JOBS.labels(how).inc()
         if how == "queued":
             self._dispatcher.wake(command.spec.fidelity, command.spec.verifier)

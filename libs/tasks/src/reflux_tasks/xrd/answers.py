@@ -3,16 +3,14 @@
     answer = phase { "<sep>" phase } "<eos>" { "<pad>" }
     phase  = element [ "nK" ] { element [ "nK" ] } "sgN"       K >= 2, 1 <= N <= 230, no element twice
 
-Standard library only, because every sandbox child loads it.
+Longer answers than MAX_WORDS are refused unread. Standard library only, because every sandbox child loads it.
 """
 
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-END, SEPARATOR, PAD = "<eos>", "<sep>", "<pad>"
-MAX_WORDS = 128
-"""Longer answers are refused unread."""
+from reflux_tasks.canonical import END, MAX_WORDS, PAD, SEPARATOR
 
 _ELEMENT_TABLE = """
 H He Li Be B C N O F Ne Na Mg Al Si P S Cl Ar K Ca Sc Ti V Cr Mn Fe Co Ni Cu Zn Ga Ge As Se Br Kr Rb

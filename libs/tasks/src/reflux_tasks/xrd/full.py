@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from reflux_tasks.canonical import Form
 from reflux_tasks.verify import Answer, Fidelity, Grade, Verifier, answer_words
 from reflux_tasks.xrd.align import align
 from reflux_tasks.xrd.answers import InvalidAnswer, NamedPhase, parse_answer
@@ -47,6 +48,7 @@ class FullVerifier(Verifier):
     fidelity: ClassVar[Fidelity] = "full"
     trusted: ClassVar[bool] = False
     cost_seconds: ClassVar[float] = 1.0
+    canonical_form: ClassVar[Form] = "parts"
 
     def __init__(self, database: PhaseDatabase, python: Path | None = None) -> None:
         self.database = database

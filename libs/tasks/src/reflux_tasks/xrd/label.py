@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
+from reflux_tasks.canonical import Form
 from reflux_tasks.verify import Answer, Fidelity, Grade, Verifier, answer_words
 from reflux_tasks.xrd.answers import InvalidAnswer, parse_answer
 
@@ -21,6 +22,7 @@ class LabelVerifier(Verifier):
     fidelity: ClassVar[Fidelity] = "rule"
     trusted: ClassVar[bool] = True
     cost_seconds: ClassVar[float] = 1e-5
+    canonical_form: ClassVar[Form] = "parts"
 
     def grade(self, payload: Mapping[str, Any], answers: Sequence[Answer]) -> list[Grade]:
         try:

@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from reflux_tasks.canonical import Form
 from reflux_tasks.verify import Answer, Fidelity, Grade, Verifier, answer_words
 from reflux_tasks.xrd.answers import InvalidAnswer, NamedPhase, parse_answer
 from reflux_tasks.xrd.database import PhaseDatabase
@@ -37,10 +38,11 @@ class SurrogateVerifier(Verifier):
     """
 
     name: ClassVar[str] = "surrogate"
-    version: ClassVar[str] = "surrogate-1"
+    version: ClassVar[str] = "surrogate-2"
     fidelity: ClassVar[Fidelity] = "surrogate"
     trusted: ClassVar[bool] = True
     cost_seconds: ClassVar[float] = 5e-4
+    canonical_form: ClassVar[Form] = "parts"
 
     def __init__(self, database: PhaseDatabase) -> None:
         self.database = database
@@ -73,7 +75,8 @@ class SurrogateVerifier(Verifier):
             return Grade("scored", 0.0, {"gate": "a phase twice"})
         if any(not phase.elements <= allowed for phase in named):
             return Grade("scored", 0.0, {"gate": "an element that is not in the sample"})
-        known = [phase.text for phase in named if phase.text in self.database.phases]
+        # sorted: sums in floating point depend on the order, a grade may not
+        known = sorted(phase.text for phase in named if phase.text in self.database.phases)
         if not known:
             return Grade("scored", 0.0, {"gate": "no phase of the database"})
         residual, idle, shifts = self._fit(known, observed)

@@ -6,6 +6,7 @@ from enum import IntEnum
 from typing import Any, Literal
 
 from reflux_sandbox.isolation.handle import ChildHandle
+from reflux_tasks.canonical import Form
 
 TierName = Literal["prefork", "process"]
 Profile = Literal["code", "grade", "native"]
@@ -51,6 +52,8 @@ class VerifierInfo:
     fidelity: Literal["rule", "surrogate", "full"]
     trusted: bool
     cost_seconds: float
+    canonical_form: Form = "words"
+    """Which answers are equal to it."""
 
     @property
     def profile(self) -> Profile:

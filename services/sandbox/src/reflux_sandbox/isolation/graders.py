@@ -36,7 +36,7 @@ class LoadedVerifiers:
                 self.problems.append(f"verifier {name} is not usable: {error}")
 
     def rows(self) -> list[dict[str, Any]]:
-        """Name, version, fidelity, trust and cost of each verifier."""
+        """Name, version, fidelity, trust, cost and canonical form of each verifier."""
         return [
             {
                 "name": name,
@@ -44,16 +44,23 @@ class LoadedVerifiers:
                 "fidelity": verifier.fidelity,
                 "trusted": verifier.trusted,
                 "cost_seconds": verifier.cost_seconds,
+                "canonical_form": verifier.canonical_form,
             }
             for name, verifier in sorted(self._verifiers.items())
         ]
 
     def grade(self, verifier: str, payload: str, answers: list[str]) -> dict[str, Any]:
-        """One JSON grade per answer, or an error for all: payload (never works), unavailable (not on this machine)."""
-        if (found := self._verifiers.get(verifier)) is None:
-            return {"error": "unavailable", "message": f"no verifier {verifier!r} in this child"}
+        """One JSON grade per answer, or an error for all: payload (never works), unavailable (not on this machine).
+
+        A name that ends in "#canonical" asks for the canonical texts of the answers, None for those that have none.
+        """
+        name, _, wish = verifier.partition("#")
+        if (found := self._verifiers.get(name)) is None:
+            return {"error": "unavailable", "message": f"no verifier {name!r} in this child"}
         try:
             document = json.loads(payload)
+            if wish == "canonical":
+                return {"canonical": [found.canonical(document, answer) for answer in answers]}
             return {"grades": _grade_apart(found, document, answers)}
         except (ValueError, KeyError, TypeError) as error:
             return {"error": "payload", "message": f"payload does not fit {verifier}: {type(error).__name__}: {error}"}

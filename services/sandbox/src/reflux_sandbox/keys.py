@@ -1,0 +1,55 @@
+"""What an answer is equal to: text forms here, forms that parse more than words in a child of their own."""
+
+import asyncio
+import dataclasses
+import logging
+
+from reflux_sandbox.execution import GradeSession, SessionLost
+from reflux_sandbox.isolation.base import Isolation, VerifierInfo
+from reflux_sandbox.jobs import JobSpec
+from reflux_tasks.canonical import text_form
+
+log = logging.getLogger(__name__)
+
+_CHILD_SECONDS = 5.0
+_CHILD_CPU_SECONDS = 10
+_MOST_CHARACTERS = 1 << 16
+"""A longer canonical text is not taken: the answer then stands for itself."""
+
+
+class AnswerKeys:
+    """Fills in `JobSpec.canonical`. No plug-in runs in this process, and no failure stops a job: an answer without a
+    canonical text stands for itself, which costs at most a second grading."""
+
+    def __init__(self, isolation: Isolation, memory_bytes: int) -> None:
+        self._isolation = isolation
+        self._memory_bytes = memory_bytes
+
+    async def filled(self, spec: JobSpec, info: VerifierInfo) -> JobSpec:
+        """The job with one canonical text per answer; at most `_CHILD_SECONDS` and one child for "own" forms."""
+        if info.canonical_form != "own":
+            return dataclasses.replace(
+                spec, canonical=tuple(text_form(info.canonical_form, answer) for answer in spec.answers)
+            )
+        texts = await self._own(spec)
+        canonical = tuple(
+            f"words\0{text_form('words', answer)}" if text is None else f"own\0{text}"
+            for text, answer in zip(texts, spec.answers, strict=True)
+        )
+        return dataclasses.replace(spec, canonical=canonical)
+
+    async def _own(self, spec: JobSpec) -> list[str | None]:
+        nothing: list[str | None] = [None] * len(spec.answers)
+        try:
+            async with asyncio.timeout(min(_CHILD_SECONDS, spec.deadline_seconds)):
+                session = GradeSession(self._isolation, "grade", self._memory_bytes, _CHILD_CPU_SECONDS)
+                async with session:
+                    answer = await session.grade(f"{spec.verifier}#canonical", spec.payload, list(spec.answers))
+        except (TimeoutError, SessionLost) as error:
+            log.warning("no canonical answers for %s: %s", spec.verifier, error or "no answer in time")
+            return nothing
+        texts = answer.get("canonical")
+        if not isinstance(texts, list) or len(texts) != len(spec.answers):
+            log.warning("no canonical answers for %s: %s", spec.verifier, str(answer.get("message"))[:200])
+            return nothing
+        return [text if isinstance(text, str) and len(text) <= _MOST_CHARACTERS else None for text in texts]
