@@ -33,10 +33,19 @@ class CreateVerificationRequest(_message.Message):
     DEADLINE_SECONDS_FIELD_NUMBER: _builtins.int
     RUN_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    FIDELITY_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    GROUP_FIELD_NUMBER: _builtins.int
+    COST_HINT_SECONDS_FIELD_NUMBER: _builtins.int
+    POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    SAMPLE_IDS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """Client-chosen UUID that makes retries safe; remembered for one day."""
+    """Client-chosen UUID that makes retries safe; remembered within its run for as long as the job is kept."""
     verifier: _builtins.str
-    """Task and verifier, for example "xrd-phase-id/label"."""
+    """Task and verifier, for example "xrd-phase-id/label"; "external/" and a name for one that waits for an outside
+    caller.
+    """
     payload: _builtins.bytes
     """What the verifier knows about the problem: the UTF-8 JSON document of the task, opaque to this service."""
     deadline_seconds: _builtins.float
@@ -45,9 +54,25 @@ class CreateVerificationRequest(_message.Message):
     """Run that pays."""
     traceparent: _builtins.str
     """W3C traceparent of the caller."""
+    version: _builtins.str
+    """Version of the verifier that is wanted; empty takes the installed one, another than that is refused."""
+    fidelity: _verification_pb2.Verification.Fidelity.ValueType
+    """Fidelity that is wanted; unspecified takes the verifier's, another than that is refused."""
+    priority: _builtins.float
+    """Larger goes first, -1000 to 1000. One unit is worth a fixed wait, so that nothing waits for ever."""
+    group: _builtins.str
+    """Group of the caller, for example the samples of one prompt."""
+    cost_hint_seconds: _builtins.float
+    """Estimate of the processor seconds that one answer takes; 0 means unknown."""
+    policy_version: _builtins.int
+    """Version of the policy that wrote the answers."""
     @_builtins.property
     def answers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """One answer per sample, as text."""
+
+    @_builtins.property
+    def sample_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The caller's ids of the answers, in their order; none or one per answer."""
 
     def __init__(
         self,
@@ -59,10 +84,17 @@ class CreateVerificationRequest(_message.Message):
         deadline_seconds: _builtins.float = ...,
         run: _builtins.str = ...,
         traceparent: _builtins.str = ...,
+        version: _builtins.str = ...,
+        fidelity: _verification_pb2.Verification.Fidelity.ValueType = ...,
+        priority: _builtins.float = ...,
+        group: _builtins.str = ...,
+        cost_hint_seconds: _builtins.float = ...,
+        policy_version: _builtins.int = ...,
+        sample_ids: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answers", b"answers", "deadline_seconds", b"deadline_seconds", "payload", b"payload", "request_id", b"request_id", "run", b"run", "traceparent", b"traceparent", "verifier", b"verifier"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answers", b"answers", "cost_hint_seconds", b"cost_hint_seconds", "deadline_seconds", b"deadline_seconds", "fidelity", b"fidelity", "group", b"group", "payload", b"payload", "policy_version", b"policy_version", "priority", b"priority", "request_id", b"request_id", "run", b"run", "sample_ids", b"sample_ids", "traceparent", b"traceparent", "verifier", b"verifier", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -91,6 +123,120 @@ class CreateVerificationResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CreateVerificationResponse: _TypeAlias = CreateVerificationResponse  # noqa: Y015
+
+@_typing.final
+class BatchCreateVerificationsRequest(_message.Message):
+    """What to grade, many times."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUESTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def requests(self) -> _containers.RepeatedCompositeFieldContainer[Global___CreateVerificationRequest]:
+        """1 to 1000 jobs."""
+
+    def __init__(
+        self,
+        *,
+        requests: _abc.Iterable[Global___CreateVerificationRequest] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["requests", b"requests"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BatchCreateVerificationsRequest: _TypeAlias = BatchCreateVerificationsRequest  # noqa: Y015
+
+@_typing.final
+class BatchCreateVerificationsResponse(_message.Message):
+    """The stored jobs."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERIFICATIONS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def verifications(self) -> _containers.RepeatedCompositeFieldContainer[_verification_pb2.Verification]:
+        """One per request, in their order."""
+
+    def __init__(
+        self,
+        *,
+        verifications: _abc.Iterable[_verification_pb2.Verification] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["verifications", b"verifications"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BatchCreateVerificationsResponse: _TypeAlias = BatchCreateVerificationsResponse  # noqa: Y015
+
+@_typing.final
+class ListVerificationsRequest(_message.Message):
+    """Which jobs to list."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    GROUP_FIELD_NUMBER: _builtins.int
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    run: _builtins.str
+    """Run."""
+    state: _verification_pb2.Verification.State.ValueType
+    """Only jobs in this state; unspecified lists all."""
+    group: _builtins.str
+    """Only jobs of this group; empty lists all."""
+    page_size: _builtins.int
+    """Most jobs to return; 0 means 50, more than 500 means 500."""
+    page_token: _builtins.str
+    """From the page before; empty starts at the beginning."""
+    def __init__(
+        self,
+        *,
+        run: _builtins.str = ...,
+        state: _verification_pb2.Verification.State.ValueType = ...,
+        group: _builtins.str = ...,
+        page_size: _builtins.int = ...,
+        page_token: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group", b"group", "page_size", b"page_size", "page_token", b"page_token", "run", b"run", "state", b"state"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListVerificationsRequest: _TypeAlias = ListVerificationsRequest  # noqa: Y015
+
+@_typing.final
+class ListVerificationsResponse(_message.Message):
+    """Some of the jobs."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERIFICATIONS_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
+    """For the next page; empty at the end."""
+    @_builtins.property
+    def verifications(self) -> _containers.RepeatedCompositeFieldContainer[_verification_pb2.Verification]:
+        """The jobs as stored; a page with a filter may hold fewer than asked for."""
+
+    def __init__(
+        self,
+        *,
+        verifications: _abc.Iterable[_verification_pb2.Verification] | None = ...,
+        next_page_token: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["next_page_token", b"next_page_token", "verifications", b"verifications"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListVerificationsResponse: _TypeAlias = ListVerificationsResponse  # noqa: Y015
 
 @_typing.final
 class GetVerificationRequest(_message.Message):
@@ -146,19 +292,23 @@ class WatchVerificationsRequest(_message.Message):
 
     RUN_FIELD_NUMBER: _builtins.int
     RESUME_TOKEN_FIELD_NUMBER: _builtins.int
+    PROGRESS_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     """Run."""
     resume_token: _builtins.str
     """Token of the last job that was seen; empty streams from now on."""
+    progress: _builtins.bool
+    """Also send running jobs: when they start, and when their progress or partial results change."""
     def __init__(
         self,
         *,
         run: _builtins.str = ...,
         resume_token: _builtins.str = ...,
+        progress: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["resume_token", b"resume_token", "run", b"run"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["progress", b"progress", "resume_token", b"resume_token", "run", b"run"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -166,7 +316,7 @@ Global___WatchVerificationsRequest: _TypeAlias = WatchVerificationsRequest  # no
 
 @_typing.final
 class WatchVerificationsResponse(_message.Message):
-    """One ended job."""
+    """One job that ended, or that made progress."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -237,6 +387,516 @@ class CancelVerificationResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CancelVerificationResponse: _TypeAlias = CancelVerificationResponse  # noqa: Y015
+
+@_typing.final
+class CancelVerificationsRequest(_message.Message):
+    """Which jobs to cancel; what is given must hold for a job."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_FIELD_NUMBER: _builtins.int
+    GROUP_FIELD_NUMBER: _builtins.int
+    OLDER_THAN_POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    run: _builtins.str
+    """Run."""
+    group: _builtins.str
+    """Only jobs of this group; empty means any."""
+    older_than_policy_version: _builtins.int
+    """Only jobs whose policy version is smaller; 0 means any."""
+    def __init__(
+        self,
+        *,
+        run: _builtins.str = ...,
+        group: _builtins.str = ...,
+        older_than_policy_version: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group", b"group", "older_than_policy_version", b"older_than_policy_version", "run", b"run"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CancelVerificationsRequest: _TypeAlias = CancelVerificationsRequest  # noqa: Y015
+
+@_typing.final
+class CancelVerificationsResponse(_message.Message):
+    """What was cancelled."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CANCELLED_FIELD_NUMBER: _builtins.int
+    cancelled: _builtins.int
+    """Jobs that this call ended."""
+    def __init__(
+        self,
+        *,
+        cancelled: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancelled", b"cancelled"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CancelVerificationsResponse: _TypeAlias = CancelVerificationsResponse  # noqa: Y015
+
+@_typing.final
+class ClaimVerificationsRequest(_message.Message):
+    """Which jobs an outside caller takes."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERIFIER_FIELD_NUMBER: _builtins.int
+    MAX_JOBS_FIELD_NUMBER: _builtins.int
+    LEASE_SECONDS_FIELD_NUMBER: _builtins.int
+    verifier: _builtins.str
+    """External verifier, for example "external/diffractometer-2"."""
+    max_jobs: _builtins.int
+    """Most jobs to return, 1 to 100; 0 means 1."""
+    lease_seconds: _builtins.float
+    """How long they stay the caller's without RenewVerification; 0 means 60."""
+    def __init__(
+        self,
+        *,
+        verifier: _builtins.str = ...,
+        max_jobs: _builtins.int = ...,
+        lease_seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_seconds", b"lease_seconds", "max_jobs", b"max_jobs", "verifier", b"verifier"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ClaimVerificationsRequest: _TypeAlias = ClaimVerificationsRequest  # noqa: Y015
+
+@_typing.final
+class ClaimVerificationsResponse(_message.Message):
+    """The jobs that are now the caller's."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CLAIMS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def claims(self) -> _containers.RepeatedCompositeFieldContainer[Global___ClaimedVerification]:
+        """Highest priority first; empty when none waits."""
+
+    def __init__(
+        self,
+        *,
+        claims: _abc.Iterable[Global___ClaimedVerification] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["claims", b"claims"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ClaimVerificationsResponse: _TypeAlias = ClaimVerificationsResponse  # noqa: Y015
+
+@_typing.final
+class ClaimedVerification(_message.Message):
+    """A job with all that an outside caller needs to do it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERIFICATION_FIELD_NUMBER: _builtins.int
+    PAYLOAD_FIELD_NUMBER: _builtins.int
+    ANSWERS_FIELD_NUMBER: _builtins.int
+    TOKEN_FIELD_NUMBER: _builtins.int
+    payload: _builtins.bytes
+    """What the verifier knows about the problem, as the creator gave it."""
+    token: _builtins.str
+    """Shown by RenewVerification and CompleteVerification; void when the lease has ended."""
+    @_builtins.property
+    def verification(self) -> _verification_pb2.Verification:
+        """The job."""
+
+    @_builtins.property
+    def answers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The answers to grade."""
+
+    def __init__(
+        self,
+        *,
+        verification: _verification_pb2.Verification | None = ...,
+        payload: _builtins.bytes = ...,
+        answers: _abc.Iterable[_builtins.str] | None = ...,
+        token: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["verification", b"verification"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answers", b"answers", "payload", b"payload", "token", b"token", "verification", b"verification"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ClaimedVerification: _TypeAlias = ClaimedVerification  # noqa: Y015
+
+@_typing.final
+class RenewVerificationRequest(_message.Message):
+    """Which lease to extend."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    TOKEN_FIELD_NUMBER: _builtins.int
+    LEASE_SECONDS_FIELD_NUMBER: _builtins.int
+    PROGRESS_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Format: verifications/{verification}"""
+    token: _builtins.str
+    """Token of the claim."""
+    lease_seconds: _builtins.float
+    """From now on; 0 means 60."""
+    progress: _builtins.float
+    """Share of the work done, 0 to 1."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        token: _builtins.str = ...,
+        lease_seconds: _builtins.float = ...,
+        progress: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_seconds", b"lease_seconds", "name", b"name", "progress", b"progress", "token", b"token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RenewVerificationRequest: _TypeAlias = RenewVerificationRequest  # noqa: Y015
+
+@_typing.final
+class RenewVerificationResponse(_message.Message):
+    """The job after the request."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERIFICATION_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def verification(self) -> _verification_pb2.Verification:
+        """The job as stored."""
+
+    def __init__(
+        self,
+        *,
+        verification: _verification_pb2.Verification | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["verification", b"verification"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["verification", b"verification"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RenewVerificationResponse: _TypeAlias = RenewVerificationResponse  # noqa: Y015
+
+@_typing.final
+class CompleteVerificationRequest(_message.Message):
+    """The verdict of an outside caller."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    TOKEN_FIELD_NUMBER: _builtins.int
+    GRADES_FIELD_NUMBER: _builtins.int
+    CPU_SECONDS_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Format: verifications/{verification}"""
+    token: _builtins.str
+    """Token of the claim, or the completion token that the creator of the job was given."""
+    cpu_seconds: _builtins.float
+    """Processor or instrument seconds that were used."""
+    @_builtins.property
+    def grades(self) -> _containers.RepeatedCompositeFieldContainer[_verification_pb2.Grade]:
+        """One grade per answer of the claim, or of the job when it was not claimed."""
+
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        token: _builtins.str = ...,
+        grades: _abc.Iterable[_verification_pb2.Grade] | None = ...,
+        cpu_seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cpu_seconds", b"cpu_seconds", "grades", b"grades", "name", b"name", "token", b"token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CompleteVerificationRequest: _TypeAlias = CompleteVerificationRequest  # noqa: Y015
+
+@_typing.final
+class CompleteVerificationResponse(_message.Message):
+    """The job after the request."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERIFICATION_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def verification(self) -> _verification_pb2.Verification:
+        """The job as stored."""
+
+    def __init__(
+        self,
+        *,
+        verification: _verification_pb2.Verification | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["verification", b"verification"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["verification", b"verification"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CompleteVerificationResponse: _TypeAlias = CompleteVerificationResponse  # noqa: Y015
+
+@_typing.final
+class ListDeadLettersRequest(_message.Message):
+    """Which dead letters to list."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_FIELD_NUMBER: _builtins.int
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    run: _builtins.str
+    """Only those of this run; empty lists all."""
+    page_size: _builtins.int
+    """Most letters to return; 0 means 50, more than 500 means 500."""
+    page_token: _builtins.str
+    """From the page before; empty starts at the beginning."""
+    def __init__(
+        self,
+        *,
+        run: _builtins.str = ...,
+        page_size: _builtins.int = ...,
+        page_token: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["page_size", b"page_size", "page_token", b"page_token", "run", b"run"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListDeadLettersRequest: _TypeAlias = ListDeadLettersRequest  # noqa: Y015
+
+@_typing.final
+class ListDeadLettersResponse(_message.Message):
+    """Some of the dead letters."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LETTERS_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
+    """For the next page; empty at the end."""
+    @_builtins.property
+    def letters(self) -> _containers.RepeatedCompositeFieldContainer[Global___DeadLetter]:
+        """The letters."""
+
+    def __init__(
+        self,
+        *,
+        letters: _abc.Iterable[Global___DeadLetter] | None = ...,
+        next_page_token: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["letters", b"letters", "next_page_token", b"next_page_token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListDeadLettersResponse: _TypeAlias = ListDeadLettersResponse  # noqa: Y015
+
+@_typing.final
+class DeadLetter(_message.Message):
+    """A job that nothing could grade."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERIFICATION_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    END_TIME_FIELD_NUMBER: _builtins.int
+    reason: _builtins.str
+    """Why it was given up."""
+    end_time: _builtins.float
+    """Time of the end, in seconds since 1970."""
+    @_builtins.property
+    def verification(self) -> _verification_pb2.Verification:
+        """The job as it ended."""
+
+    def __init__(
+        self,
+        *,
+        verification: _verification_pb2.Verification | None = ...,
+        reason: _builtins.str = ...,
+        end_time: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["verification", b"verification"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["end_time", b"end_time", "reason", b"reason", "verification", b"verification"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeadLetter: _TypeAlias = DeadLetter  # noqa: Y015
+
+@_typing.final
+class RetryDeadLetterRequest(_message.Message):
+    """Which dead letter to try again."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    DEADLINE_SECONDS_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """Client-chosen UUID that makes retries safe."""
+    name: _builtins.str
+    """Format: verifications/{verification}"""
+    deadline_seconds: _builtins.float
+    """Deadline of the new job; 0 takes the verifier's default."""
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        name: _builtins.str = ...,
+        deadline_seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deadline_seconds", b"deadline_seconds", "name", b"name", "request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RetryDeadLetterRequest: _TypeAlias = RetryDeadLetterRequest  # noqa: Y015
+
+@_typing.final
+class RetryDeadLetterResponse(_message.Message):
+    """The new job."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERIFICATION_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def verification(self) -> _verification_pb2.Verification:
+        """The job as stored."""
+
+    def __init__(
+        self,
+        *,
+        verification: _verification_pb2.Verification | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["verification", b"verification"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["verification", b"verification"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RetryDeadLetterResponse: _TypeAlias = RetryDeadLetterResponse  # noqa: Y015
+
+@_typing.final
+class GetVerificationReportRequest(_message.Message):
+    """Whose report to return."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_FIELD_NUMBER: _builtins.int
+    run: _builtins.str
+    """Run."""
+    def __init__(
+        self,
+        *,
+        run: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["run", b"run"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetVerificationReportRequest: _TypeAlias = GetVerificationReportRequest  # noqa: Y015
+
+@_typing.final
+class GetVerificationReportResponse(_message.Message):
+    """What became of the answers of a run."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_FIELD_NUMBER: _builtins.int
+    OUTCOMES_FIELD_NUMBER: _builtins.int
+    EXECUTED_ANSWERS_FIELD_NUMBER: _builtins.int
+    REUSED_ANSWERS_FIELD_NUMBER: _builtins.int
+    CPU_SECONDS_FIELD_NUMBER: _builtins.int
+    TIMEOUT_LENGTH_CORRELATION_FIELD_NUMBER: _builtins.int
+    TIMEOUT_LENGTH_P_VALUE_FIELD_NUMBER: _builtins.int
+    TIMEOUT_LENGTH_ANSWERS_FIELD_NUMBER: _builtins.int
+    TIMEOUTS_FOLLOW_LENGTH_FIELD_NUMBER: _builtins.int
+    run: _builtins.str
+    """Run."""
+    executed_answers: _builtins.int
+    """Answers that a child or an outside caller graded."""
+    reused_answers: _builtins.int
+    """Answers that were equal to a graded one: of their own group, of the cache, or of another job."""
+    cpu_seconds: _builtins.float
+    """Processor seconds of all attempts."""
+    timeout_length_correlation: _builtins.float
+    """Point-biserial correlation of "the deadline passed at work" with the logarithm of the answer's length, -1 to 1."""
+    timeout_length_p_value: _builtins.float
+    """Probability of a correlation this far from 0 by chance."""
+    timeout_length_answers: _builtins.int
+    """Answers behind the correlation."""
+    timeouts_follow_length: _builtins.bool
+    """True when timeouts go with long answers beyond chance: a reward that is unknown hides a way to game it."""
+    @_builtins.property
+    def outcomes(self) -> _containers.RepeatedCompositeFieldContainer[Global___OutcomeCount]:
+        """Answers by outcome."""
+
+    def __init__(
+        self,
+        *,
+        run: _builtins.str = ...,
+        outcomes: _abc.Iterable[Global___OutcomeCount] | None = ...,
+        executed_answers: _builtins.int = ...,
+        reused_answers: _builtins.int = ...,
+        cpu_seconds: _builtins.float = ...,
+        timeout_length_correlation: _builtins.float = ...,
+        timeout_length_p_value: _builtins.float = ...,
+        timeout_length_answers: _builtins.int = ...,
+        timeouts_follow_length: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cpu_seconds", b"cpu_seconds", "executed_answers", b"executed_answers", "outcomes", b"outcomes", "reused_answers", b"reused_answers", "run", b"run", "timeout_length_answers", b"timeout_length_answers", "timeout_length_correlation", b"timeout_length_correlation", "timeout_length_p_value", b"timeout_length_p_value", "timeouts_follow_length", b"timeouts_follow_length"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetVerificationReportResponse: _TypeAlias = GetVerificationReportResponse  # noqa: Y015
+
+@_typing.final
+class OutcomeCount(_message.Message):
+    """Answers with one outcome."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OUTCOME_FIELD_NUMBER: _builtins.int
+    COUNT_FIELD_NUMBER: _builtins.int
+    outcome: _verification_pb2.Grade.Outcome.ValueType
+    """Cause of the end."""
+    count: _builtins.int
+    """Number of answers."""
+    def __init__(
+        self,
+        *,
+        outcome: _verification_pb2.Grade.Outcome.ValueType = ...,
+        count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["count", b"count", "outcome", b"outcome"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OutcomeCount: _TypeAlias = OutcomeCount  # noqa: Y015
 
 @_typing.final
 class RunCodeRequest(_message.Message):
@@ -390,23 +1050,31 @@ class GetStatusResponse(_message.Message):
     BUSY_CHILDREN_FIELD_NUMBER: _builtins.int
     QUEUES_FIELD_NUMBER: _builtins.int
     VERIFIERS_FIELD_NUMBER: _builtins.int
+    DEAD_LETTERS_FIELD_NUMBER: _builtins.int
+    SUSPICIOUS_RUNS_FIELD_NUMBER: _builtins.int
     tier: _builtins.str
     """"prefork" (namespaces, seccomp) or "process" (rlimits only)."""
     idle_children: _builtins.int
     """Children that wait for work."""
     busy_children: _builtins.int
     """Children at work."""
+    dead_letters: _builtins.int
+    """Jobs on the dead-letter list."""
     @_builtins.property
     def reasons(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Why this tier, one sentence per missing or present primitive."""
 
     @_builtins.property
     def queues(self) -> _containers.RepeatedCompositeFieldContainer[Global___QueueDepth]:
-        """Jobs that wait, by fidelity."""
+        """Jobs that wait, by fidelity, and those of external verifiers."""
 
     @_builtins.property
     def verifiers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Verifiers that can be used, for example "xrd-phase-id/label"."""
+
+    @_builtins.property
+    def suspicious_runs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Runs whose timeouts go with the length of answers, see GetVerificationReport."""
 
     def __init__(
         self,
@@ -417,10 +1085,12 @@ class GetStatusResponse(_message.Message):
         busy_children: _builtins.int = ...,
         queues: _abc.Iterable[Global___QueueDepth] | None = ...,
         verifiers: _abc.Iterable[_builtins.str] | None = ...,
+        dead_letters: _builtins.int = ...,
+        suspicious_runs: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy_children", b"busy_children", "idle_children", b"idle_children", "queues", b"queues", "reasons", b"reasons", "tier", b"tier", "verifiers", b"verifiers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy_children", b"busy_children", "dead_letters", b"dead_letters", "idle_children", b"idle_children", "queues", b"queues", "reasons", b"reasons", "suspicious_runs", b"suspicious_runs", "tier", b"tier", "verifiers", b"verifiers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -435,7 +1105,7 @@ class QueueDepth(_message.Message):
     FIDELITY_FIELD_NUMBER: _builtins.int
     DEPTH_FIELD_NUMBER: _builtins.int
     fidelity: _builtins.str
-    """"rule", "surrogate" or "full"."""
+    """"rule", "surrogate" or "full"; "external" for all external verifiers."""
     depth: _builtins.int
     """Number of jobs."""
     def __init__(

@@ -40,10 +40,20 @@ class SandboxServiceStub:
                 request_serializer=reflux_dot_sandbox_dot_v1_dot_sandbox__service__pb2.CreateVerificationRequest.SerializeToString,
                 response_deserializer=reflux_dot_sandbox_dot_v1_dot_sandbox__service__pb2.CreateVerificationResponse.FromString,
                 _registered_method=True)
+        self.BatchCreateVerifications = channel.unary_unary(
+                '/reflux.sandbox.v1.SandboxService/BatchCreateVerifications',
+                request_serializer=reflux_dot_sandbox_dot_v1_dot_sandbox__service__pb2.BatchCreateVerificationsRequest.SerializeToString,
+                response_deserializer=reflux_dot_sandbox_dot_v1_dot_sandbox__service__pb2.BatchCreateVerificationsResponse.FromString,
+                _registered_method=True)
         self.GetVerification = channel.unary_unary(
                 '/reflux.sandbox.v1.SandboxService/GetVerification',
                 request_serializer=reflux_dot_sandbox_dot_v1_dot_sandbox__service__pb2.GetVerificationRequest.SerializeToString,
                 response_deserializer=reflux_dot_sandbox_dot_v1_dot_sandbox__service__pb2.GetVerificationResponse.FromString,
+                _registered_method=True)
+        self.ListVerifications = channel.unary_unary(
+                '/reflux.sandbox.v1.SandboxService/ListVerifications',
+                request_serializer=reflux_dot_sandbox_dot_v1_dot_sandbox__service__pb2.ListVerificationsRequest.SerializeToString,
+                response_deserializer=reflux_dot_sandbox_dot_v1_dot_sandbox__service__pb2.ListVerificationsResponse.FromString,
                 _registered_method=True)
         self.WatchVerifications = channel.unary_stream(
                 '/reflux.sandbox.v1.SandboxService/WatchVerifications',
@@ -54,6 +64,41 @@ class SandboxServiceStub:
                 '/reflux.sandbox.v1.SandboxService/CancelVerification',
                 request_serializer=reflux_dot_sandbox_dot_v1_dot_sandbox__service__pb2.CancelVerificationRequest.SerializeToString,
                 response_deserializer=reflux_dot_sandbox_dot_v1_dot_sandbox__service__pb2.CancelVerificationResponse.FromString,
+                _registered_method=True)
+        self.CancelVerifications = channel.unary_unary(
+                '/reflux.sandbox.v1.SandboxService/CancelVerifications',
+                request_serializer=reflux_dot_sandbox_dot_v1_dot_sandbox__service__pb2.CancelVerificationsRequest.SerializeToString,
+                response_deserializer=reflux_dot_sandbox_dot_v1_dot_sandbox__service__pb2.CancelVerificationsResponse.FromString,
+                _registered_method=True)
+        self.ClaimVerifications = channel.unary_unary(
+                '/reflux.sandbox.v1.SandboxService/ClaimVerifications',
+                request_serializer=reflux_dot_sandbox_dot_v1_dot_sandbox__service__pb2.ClaimVerificationsRequest.SerializeToString,
+                response_deserializer=reflux_dot_sandbox_dot_v1_dot_sandbox__service__pb2.ClaimVerificationsResponse.FromString,
+                _registered_method=True)
+        self.RenewVerification = channel.unary_unary(
+                '/reflux.sandbox.v1.SandboxService/RenewVerification',
+                request_serializer=reflux_dot_sandbox_dot_v1_dot_sandbox__service__pb2.RenewVerificationRequest.SerializeToString,
+                response_deserializer=reflux_dot_sandbox_dot_v1_dot_sandbox__service__pb2.RenewVerificationResponse.FromString,
+                _registered_method=True)
+        self.CompleteVerification = channel.unary_unary(
+                '/reflux.sandbox.v1.SandboxService/CompleteVerification',
+                request_serializer=reflux_dot_sandbox_dot_v1_dot_sandbox__service__pb2.CompleteVerificationRequest.SerializeToString,
+                response_deserializer=reflux_dot_sandbox_dot_v1_dot_sandbox__service__pb2.CompleteVerificationResponse.FromString,
+                _registered_method=True)
+        self.ListDeadLetters = channel.unary_unary(
+                '/reflux.sandbox.v1.SandboxService/ListDeadLetters',
+                request_serializer=reflux_dot_sandbox_dot_v1_dot_sandbox__service__pb2.ListDeadLettersRequest.SerializeToString,
+                response_deserializer=reflux_dot_sandbox_dot_v1_dot_sandbox__service__pb2.ListDeadLettersResponse.FromString,
+                _registered_method=True)
+        self.RetryDeadLetter = channel.unary_unary(
+                '/reflux.sandbox.v1.SandboxService/RetryDeadLetter',
+                request_serializer=reflux_dot_sandbox_dot_v1_dot_sandbox__service__pb2.RetryDeadLetterRequest.SerializeToString,
+                response_deserializer=reflux_dot_sandbox_dot_v1_dot_sandbox__service__pb2.RetryDeadLetterResponse.FromString,
+                _registered_method=True)
+        self.GetVerificationReport = channel.unary_unary(
+                '/reflux.sandbox.v1.SandboxService/GetVerificationReport',
+                request_serializer=reflux_dot_sandbox_dot_v1_dot_sandbox__service__pb2.GetVerificationReportRequest.SerializeToString,
+                response_deserializer=reflux_dot_sandbox_dot_v1_dot_sandbox__service__pb2.GetVerificationReportResponse.FromString,
                 _registered_method=True)
         self.RunCode = channel.unary_unary(
                 '/reflux.sandbox.v1.SandboxService/RunCode',
@@ -72,7 +117,14 @@ class SandboxServiceServicer:
     """
 
     def CreateVerification(self, request, context):
-        """Stores a verification job and returns at once. Idempotent by `request_id`; equal content is graded once.
+        """Stores a verification job and returns at once. Idempotent by `request_id`; equal answers are graded once.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def BatchCreateVerifications(self, request, context):
+        """Stores many jobs in one step: all of them, or none when one is refused.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -85,8 +137,15 @@ class SandboxServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListVerifications(self, request, context):
+        """Lists jobs that are kept, newest end first after those that have not ended.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def WatchVerifications(self, request, context):
-        """Streams jobs of a run as they end.
+        """Streams jobs of a run as they end and, when asked, as they progress.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -94,6 +153,55 @@ class SandboxServiceServicer:
 
     def CancelVerification(self, request, context):
         """Cancels a job; a finished one stays as it is.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CancelVerifications(self, request, context):
+        """Cancels the jobs of a run, of one of its groups, or of its older policy versions; ended ones stay as they are.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ClaimVerifications(self, request, context):
+        """Leases jobs of an external verifier to an outside caller: an instrument, a person, another cluster.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RenewVerification(self, request, context):
+        """Extends the lease of an outside caller and reports progress.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CompleteVerification(self, request, context):
+        """Ends a job of an external verifier. Idempotent by its token; a second, different token is refused.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListDeadLetters(self, request, context):
+        """Lists jobs that ended without a verdict because the sandbox or the verifier failed on them, newest first.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RetryDeadLetter(self, request, context):
+        """Creates a job with the content of a dead letter and takes it off the list.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetVerificationReport(self, request, context):
+        """Returns what became of the answers of a run, and whether timeouts go with the length of answers.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -121,10 +229,20 @@ def add_SandboxServiceServicer_to_server(servicer, server):
                     request_deserializer=reflux_dot_sandbox_dot_v1_dot_sandbox__service__pb2.CreateVerificationRequest.FromString,
                     response_serializer=reflux_dot_sandbox_dot_v1_dot_sandbox__service__pb2.CreateVerificationResponse.SerializeToString,
             ),
+            'BatchCreateVerifications': grpc.unary_unary_rpc_method_handler(
+                    servicer.BatchCreateVerifications,
+                    request_deserializer=reflux_dot_sandbox_dot_v1_dot_sandbox__service__pb2.BatchCreateVerificationsRequest.FromString,
+                    response_serializer=reflux_dot_sandbox_dot_v1_dot_sandbox__service__pb2.BatchCreateVerificationsResponse.SerializeToString,
+            ),
             'GetVerification': grpc.unary_unary_rpc_method_handler(
                     servicer.GetVerification,
                     request_deserializer=reflux_dot_sandbox_dot_v1_dot_sandbox__service__pb2.GetVerificationRequest.FromString,
                     response_serializer=reflux_dot_sandbox_dot_v1_dot_sandbox__service__pb2.GetVerificationResponse.SerializeToString,
+            ),
+            'ListVerifications': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListVerifications,
+                    request_deserializer=reflux_dot_sandbox_dot_v1_dot_sandbox__service__pb2.ListVerificationsRequest.FromString,
+                    response_serializer=reflux_dot_sandbox_dot_v1_dot_sandbox__service__pb2.ListVerificationsResponse.SerializeToString,
             ),
             'WatchVerifications': grpc.unary_stream_rpc_method_handler(
                     servicer.WatchVerifications,
@@ -135,6 +253,41 @@ def add_SandboxServiceServicer_to_server(servicer, server):
                     servicer.CancelVerification,
                     request_deserializer=reflux_dot_sandbox_dot_v1_dot_sandbox__service__pb2.CancelVerificationRequest.FromString,
                     response_serializer=reflux_dot_sandbox_dot_v1_dot_sandbox__service__pb2.CancelVerificationResponse.SerializeToString,
+            ),
+            'CancelVerifications': grpc.unary_unary_rpc_method_handler(
+                    servicer.CancelVerifications,
+                    request_deserializer=reflux_dot_sandbox_dot_v1_dot_sandbox__service__pb2.CancelVerificationsRequest.FromString,
+                    response_serializer=reflux_dot_sandbox_dot_v1_dot_sandbox__service__pb2.CancelVerificationsResponse.SerializeToString,
+            ),
+            'ClaimVerifications': grpc.unary_unary_rpc_method_handler(
+                    servicer.ClaimVerifications,
+                    request_deserializer=reflux_dot_sandbox_dot_v1_dot_sandbox__service__pb2.ClaimVerificationsRequest.FromString,
+                    response_serializer=reflux_dot_sandbox_dot_v1_dot_sandbox__service__pb2.ClaimVerificationsResponse.SerializeToString,
+            ),
+            'RenewVerification': grpc.unary_unary_rpc_method_handler(
+                    servicer.RenewVerification,
+                    request_deserializer=reflux_dot_sandbox_dot_v1_dot_sandbox__service__pb2.RenewVerificationRequest.FromString,
+                    response_serializer=reflux_dot_sandbox_dot_v1_dot_sandbox__service__pb2.RenewVerificationResponse.SerializeToString,
+            ),
+            'CompleteVerification': grpc.unary_unary_rpc_method_handler(
+                    servicer.CompleteVerification,
+                    request_deserializer=reflux_dot_sandbox_dot_v1_dot_sandbox__service__pb2.CompleteVerificationRequest.FromString,
+                    response_serializer=reflux_dot_sandbox_dot_v1_dot_sandbox__service__pb2.CompleteVerificationResponse.SerializeToString,
+            ),
+            'ListDeadLetters': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListDeadLetters,
+                    request_deserializer=reflux_dot_sandbox_dot_v1_dot_sandbox__service__pb2.ListDeadLettersRequest.FromString,
+                    response_serializer=reflux_dot_sandbox_dot_v1_dot_sandbox__service__pb2.ListDeadLettersResponse.SerializeToString,
+            ),
+            'RetryDeadLetter': grpc.unary_unary_rpc_method_handler(
+                    servicer.RetryDeadLetter,
+                    request_deserializer=reflux_dot_sandbox_dot_v1_dot_sandbox__service__pb2.RetryDeadLetterRequest.FromString,
+                    response_serializer=reflux_dot_sandbox_dot_v1_dot_sandbox__service__pb2.RetryDeadLetterResponse.SerializeToString,
+            ),
+            'GetVerificationReport': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetVerificationReport,
+                    request_deserializer=reflux_dot_sandbox_dot_v1_dot_sandbox__service__pb2.GetVerificationReportRequest.FromString,
+                    response_serializer=reflux_dot_sandbox_dot_v1_dot_sandbox__service__pb2.GetVerificationReportResponse.SerializeToString,
             ),
             'RunCode': grpc.unary_unary_rpc_method_handler(
                     servicer.RunCode,
@@ -186,6 +339,33 @@ class SandboxService:
             _registered_method=True)
 
     @staticmethod
+    def BatchCreateVerifications(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/reflux.sandbox.v1.SandboxService/BatchCreateVerifications',
+            reflux_dot_sandbox_dot_v1_dot_sandbox__service__pb2.BatchCreateVerificationsRequest.SerializeToString,
+            reflux_dot_sandbox_dot_v1_dot_sandbox__service__pb2.BatchCreateVerificationsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def GetVerification(request,
             target,
             options=(),
@@ -202,6 +382,33 @@ class SandboxService:
             '/reflux.sandbox.v1.SandboxService/GetVerification',
             reflux_dot_sandbox_dot_v1_dot_sandbox__service__pb2.GetVerificationRequest.SerializeToString,
             reflux_dot_sandbox_dot_v1_dot_sandbox__service__pb2.GetVerificationResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListVerifications(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/reflux.sandbox.v1.SandboxService/ListVerifications',
+            reflux_dot_sandbox_dot_v1_dot_sandbox__service__pb2.ListVerificationsRequest.SerializeToString,
+            reflux_dot_sandbox_dot_v1_dot_sandbox__service__pb2.ListVerificationsResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -256,6 +463,195 @@ class SandboxService:
             '/reflux.sandbox.v1.SandboxService/CancelVerification',
             reflux_dot_sandbox_dot_v1_dot_sandbox__service__pb2.CancelVerificationRequest.SerializeToString,
             reflux_dot_sandbox_dot_v1_dot_sandbox__service__pb2.CancelVerificationResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CancelVerifications(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/reflux.sandbox.v1.SandboxService/CancelVerifications',
+            reflux_dot_sandbox_dot_v1_dot_sandbox__service__pb2.CancelVerificationsRequest.SerializeToString,
+            reflux_dot_sandbox_dot_v1_dot_sandbox__service__pb2.CancelVerificationsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ClaimVerifications(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/reflux.sandbox.v1.SandboxService/ClaimVerifications',
+            reflux_dot_sandbox_dot_v1_dot_sandbox__service__pb2.ClaimVerificationsRequest.SerializeToString,
+            reflux_dot_sandbox_dot_v1_dot_sandbox__service__pb2.ClaimVerificationsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RenewVerification(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/reflux.sandbox.v1.SandboxService/RenewVerification',
+            reflux_dot_sandbox_dot_v1_dot_sandbox__service__pb2.RenewVerificationRequest.SerializeToString,
+            reflux_dot_sandbox_dot_v1_dot_sandbox__service__pb2.RenewVerificationResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CompleteVerification(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/reflux.sandbox.v1.SandboxService/CompleteVerification',
+            reflux_dot_sandbox_dot_v1_dot_sandbox__service__pb2.CompleteVerificationRequest.SerializeToString,
+            reflux_dot_sandbox_dot_v1_dot_sandbox__service__pb2.CompleteVerificationResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListDeadLetters(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/reflux.sandbox.v1.SandboxService/ListDeadLetters',
+            reflux_dot_sandbox_dot_v1_dot_sandbox__service__pb2.ListDeadLettersRequest.SerializeToString,
+            reflux_dot_sandbox_dot_v1_dot_sandbox__service__pb2.ListDeadLettersResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RetryDeadLetter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/reflux.sandbox.v1.SandboxService/RetryDeadLetter',
+            reflux_dot_sandbox_dot_v1_dot_sandbox__service__pb2.RetryDeadLetterRequest.SerializeToString,
+            reflux_dot_sandbox_dot_v1_dot_sandbox__service__pb2.RetryDeadLetterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetVerificationReport(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/reflux.sandbox.v1.SandboxService/GetVerificationReport',
+            reflux_dot_sandbox_dot_v1_dot_sandbox__service__pb2.GetVerificationReportRequest.SerializeToString,
+            reflux_dot_sandbox_dot_v1_dot_sandbox__service__pb2.GetVerificationReportResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -34,13 +34,31 @@ class SandboxServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> SandboxServiceAsyncStub: ...
     CreateVerification: _grpc.UnaryUnaryMultiCallable[_sandbox_service_pb2.CreateVerificationRequest, _sandbox_service_pb2.CreateVerificationResponse]
-    """Stores a verification job and returns at once. Idempotent by `request_id`; equal content is graded once."""
+    """Stores a verification job and returns at once. Idempotent by `request_id`; equal answers are graded once."""
+    BatchCreateVerifications: _grpc.UnaryUnaryMultiCallable[_sandbox_service_pb2.BatchCreateVerificationsRequest, _sandbox_service_pb2.BatchCreateVerificationsResponse]
+    """Stores many jobs in one step: all of them, or none when one is refused."""
     GetVerification: _grpc.UnaryUnaryMultiCallable[_sandbox_service_pb2.GetVerificationRequest, _sandbox_service_pb2.GetVerificationResponse]
     """Returns one job."""
+    ListVerifications: _grpc.UnaryUnaryMultiCallable[_sandbox_service_pb2.ListVerificationsRequest, _sandbox_service_pb2.ListVerificationsResponse]
+    """Lists jobs that are kept, newest end first after those that have not ended."""
     WatchVerifications: _grpc.UnaryStreamMultiCallable[_sandbox_service_pb2.WatchVerificationsRequest, _sandbox_service_pb2.WatchVerificationsResponse]
-    """Streams jobs of a run as they end."""
+    """Streams jobs of a run as they end and, when asked, as they progress."""
     CancelVerification: _grpc.UnaryUnaryMultiCallable[_sandbox_service_pb2.CancelVerificationRequest, _sandbox_service_pb2.CancelVerificationResponse]
     """Cancels a job; a finished one stays as it is."""
+    CancelVerifications: _grpc.UnaryUnaryMultiCallable[_sandbox_service_pb2.CancelVerificationsRequest, _sandbox_service_pb2.CancelVerificationsResponse]
+    """Cancels the jobs of a run, of one of its groups, or of its older policy versions; ended ones stay as they are."""
+    ClaimVerifications: _grpc.UnaryUnaryMultiCallable[_sandbox_service_pb2.ClaimVerificationsRequest, _sandbox_service_pb2.ClaimVerificationsResponse]
+    """Leases jobs of an external verifier to an outside caller: an instrument, a person, another cluster."""
+    RenewVerification: _grpc.UnaryUnaryMultiCallable[_sandbox_service_pb2.RenewVerificationRequest, _sandbox_service_pb2.RenewVerificationResponse]
+    """Extends the lease of an outside caller and reports progress."""
+    CompleteVerification: _grpc.UnaryUnaryMultiCallable[_sandbox_service_pb2.CompleteVerificationRequest, _sandbox_service_pb2.CompleteVerificationResponse]
+    """Ends a job of an external verifier. Idempotent by its token; a second, different token is refused."""
+    ListDeadLetters: _grpc.UnaryUnaryMultiCallable[_sandbox_service_pb2.ListDeadLettersRequest, _sandbox_service_pb2.ListDeadLettersResponse]
+    """Lists jobs that ended without a verdict because the sandbox or the verifier failed on them, newest first."""
+    RetryDeadLetter: _grpc.UnaryUnaryMultiCallable[_sandbox_service_pb2.RetryDeadLetterRequest, _sandbox_service_pb2.RetryDeadLetterResponse]
+    """Creates a job with the content of a dead letter and takes it off the list."""
+    GetVerificationReport: _grpc.UnaryUnaryMultiCallable[_sandbox_service_pb2.GetVerificationReportRequest, _sandbox_service_pb2.GetVerificationReportResponse]
+    """Returns what became of the answers of a run, and whether timeouts go with the length of answers."""
     RunCode: _grpc.UnaryUnaryMultiCallable[_sandbox_service_pb2.RunCodeRequest, _sandbox_service_pb2.RunCodeResponse]
     """Runs untrusted Python and waits for its end."""
     GetStatus: _grpc.UnaryUnaryMultiCallable[_sandbox_service_pb2.GetStatusRequest, _sandbox_service_pb2.GetStatusResponse]
@@ -52,13 +70,31 @@ class SandboxServiceAsyncStub(SandboxServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     CreateVerification: _aio.UnaryUnaryMultiCallable[_sandbox_service_pb2.CreateVerificationRequest, _sandbox_service_pb2.CreateVerificationResponse]  # type: ignore[assignment]
-    """Stores a verification job and returns at once. Idempotent by `request_id`; equal content is graded once."""
+    """Stores a verification job and returns at once. Idempotent by `request_id`; equal answers are graded once."""
+    BatchCreateVerifications: _aio.UnaryUnaryMultiCallable[_sandbox_service_pb2.BatchCreateVerificationsRequest, _sandbox_service_pb2.BatchCreateVerificationsResponse]  # type: ignore[assignment]
+    """Stores many jobs in one step: all of them, or none when one is refused."""
     GetVerification: _aio.UnaryUnaryMultiCallable[_sandbox_service_pb2.GetVerificationRequest, _sandbox_service_pb2.GetVerificationResponse]  # type: ignore[assignment]
     """Returns one job."""
+    ListVerifications: _aio.UnaryUnaryMultiCallable[_sandbox_service_pb2.ListVerificationsRequest, _sandbox_service_pb2.ListVerificationsResponse]  # type: ignore[assignment]
+    """Lists jobs that are kept, newest end first after those that have not ended."""
     WatchVerifications: _aio.UnaryStreamMultiCallable[_sandbox_service_pb2.WatchVerificationsRequest, _sandbox_service_pb2.WatchVerificationsResponse]  # type: ignore[assignment]
-    """Streams jobs of a run as they end."""
+    """Streams jobs of a run as they end and, when asked, as they progress."""
     CancelVerification: _aio.UnaryUnaryMultiCallable[_sandbox_service_pb2.CancelVerificationRequest, _sandbox_service_pb2.CancelVerificationResponse]  # type: ignore[assignment]
     """Cancels a job; a finished one stays as it is."""
+    CancelVerifications: _aio.UnaryUnaryMultiCallable[_sandbox_service_pb2.CancelVerificationsRequest, _sandbox_service_pb2.CancelVerificationsResponse]  # type: ignore[assignment]
+    """Cancels the jobs of a run, of one of its groups, or of its older policy versions; ended ones stay as they are."""
+    ClaimVerifications: _aio.UnaryUnaryMultiCallable[_sandbox_service_pb2.ClaimVerificationsRequest, _sandbox_service_pb2.ClaimVerificationsResponse]  # type: ignore[assignment]
+    """Leases jobs of an external verifier to an outside caller: an instrument, a person, another cluster."""
+    RenewVerification: _aio.UnaryUnaryMultiCallable[_sandbox_service_pb2.RenewVerificationRequest, _sandbox_service_pb2.RenewVerificationResponse]  # type: ignore[assignment]
+    """Extends the lease of an outside caller and reports progress."""
+    CompleteVerification: _aio.UnaryUnaryMultiCallable[_sandbox_service_pb2.CompleteVerificationRequest, _sandbox_service_pb2.CompleteVerificationResponse]  # type: ignore[assignment]
+    """Ends a job of an external verifier. Idempotent by its token; a second, different token is refused."""
+    ListDeadLetters: _aio.UnaryUnaryMultiCallable[_sandbox_service_pb2.ListDeadLettersRequest, _sandbox_service_pb2.ListDeadLettersResponse]  # type: ignore[assignment]
+    """Lists jobs that ended without a verdict because the sandbox or the verifier failed on them, newest first."""
+    RetryDeadLetter: _aio.UnaryUnaryMultiCallable[_sandbox_service_pb2.RetryDeadLetterRequest, _sandbox_service_pb2.RetryDeadLetterResponse]  # type: ignore[assignment]
+    """Creates a job with the content of a dead letter and takes it off the list."""
+    GetVerificationReport: _aio.UnaryUnaryMultiCallable[_sandbox_service_pb2.GetVerificationReportRequest, _sandbox_service_pb2.GetVerificationReportResponse]  # type: ignore[assignment]
+    """Returns what became of the answers of a run, and whether timeouts go with the length of answers."""
     RunCode: _aio.UnaryUnaryMultiCallable[_sandbox_service_pb2.RunCodeRequest, _sandbox_service_pb2.RunCodeResponse]  # type: ignore[assignment]
     """Runs untrusted Python and waits for its end."""
     GetStatus: _aio.UnaryUnaryMultiCallable[_sandbox_service_pb2.GetStatusRequest, _sandbox_service_pb2.GetStatusResponse]  # type: ignore[assignment]
@@ -73,7 +109,15 @@ class SandboxServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _sandbox_service_pb2.CreateVerificationRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_sandbox_service_pb2.CreateVerificationResponse, _abc.Awaitable[_sandbox_service_pb2.CreateVerificationResponse]]:
-        """Stores a verification job and returns at once. Idempotent by `request_id`; equal content is graded once."""
+        """Stores a verification job and returns at once. Idempotent by `request_id`; equal answers are graded once."""
+
+    @_abc_1.abstractmethod
+    def BatchCreateVerifications(
+        self,
+        request: _sandbox_service_pb2.BatchCreateVerificationsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_sandbox_service_pb2.BatchCreateVerificationsResponse, _abc.Awaitable[_sandbox_service_pb2.BatchCreateVerificationsResponse]]:
+        """Stores many jobs in one step: all of them, or none when one is refused."""
 
     @_abc_1.abstractmethod
     def GetVerification(
@@ -84,12 +128,20 @@ class SandboxServiceServicer(metaclass=_abc_1.ABCMeta):
         """Returns one job."""
 
     @_abc_1.abstractmethod
+    def ListVerifications(
+        self,
+        request: _sandbox_service_pb2.ListVerificationsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_sandbox_service_pb2.ListVerificationsResponse, _abc.Awaitable[_sandbox_service_pb2.ListVerificationsResponse]]:
+        """Lists jobs that are kept, newest end first after those that have not ended."""
+
+    @_abc_1.abstractmethod
     def WatchVerifications(
         self,
         request: _sandbox_service_pb2.WatchVerificationsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_sandbox_service_pb2.WatchVerificationsResponse], _abc.AsyncIterator[_sandbox_service_pb2.WatchVerificationsResponse]]:
-        """Streams jobs of a run as they end."""
+        """Streams jobs of a run as they end and, when asked, as they progress."""
 
     @_abc_1.abstractmethod
     def CancelVerification(
@@ -98,6 +150,62 @@ class SandboxServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_sandbox_service_pb2.CancelVerificationResponse, _abc.Awaitable[_sandbox_service_pb2.CancelVerificationResponse]]:
         """Cancels a job; a finished one stays as it is."""
+
+    @_abc_1.abstractmethod
+    def CancelVerifications(
+        self,
+        request: _sandbox_service_pb2.CancelVerificationsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_sandbox_service_pb2.CancelVerificationsResponse, _abc.Awaitable[_sandbox_service_pb2.CancelVerificationsResponse]]:
+        """Cancels the jobs of a run, of one of its groups, or of its older policy versions; ended ones stay as they are."""
+
+    @_abc_1.abstractmethod
+    def ClaimVerifications(
+        self,
+        request: _sandbox_service_pb2.ClaimVerificationsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_sandbox_service_pb2.ClaimVerificationsResponse, _abc.Awaitable[_sandbox_service_pb2.ClaimVerificationsResponse]]:
+        """Leases jobs of an external verifier to an outside caller: an instrument, a person, another cluster."""
+
+    @_abc_1.abstractmethod
+    def RenewVerification(
+        self,
+        request: _sandbox_service_pb2.RenewVerificationRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_sandbox_service_pb2.RenewVerificationResponse, _abc.Awaitable[_sandbox_service_pb2.RenewVerificationResponse]]:
+        """Extends the lease of an outside caller and reports progress."""
+
+    @_abc_1.abstractmethod
+    def CompleteVerification(
+        self,
+        request: _sandbox_service_pb2.CompleteVerificationRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_sandbox_service_pb2.CompleteVerificationResponse, _abc.Awaitable[_sandbox_service_pb2.CompleteVerificationResponse]]:
+        """Ends a job of an external verifier. Idempotent by its token; a second, different token is refused."""
+
+    @_abc_1.abstractmethod
+    def ListDeadLetters(
+        self,
+        request: _sandbox_service_pb2.ListDeadLettersRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_sandbox_service_pb2.ListDeadLettersResponse, _abc.Awaitable[_sandbox_service_pb2.ListDeadLettersResponse]]:
+        """Lists jobs that ended without a verdict because the sandbox or the verifier failed on them, newest first."""
+
+    @_abc_1.abstractmethod
+    def RetryDeadLetter(
+        self,
+        request: _sandbox_service_pb2.RetryDeadLetterRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_sandbox_service_pb2.RetryDeadLetterResponse, _abc.Awaitable[_sandbox_service_pb2.RetryDeadLetterResponse]]:
+        """Creates a job with the content of a dead letter and takes it off the list."""
+
+    @_abc_1.abstractmethod
+    def GetVerificationReport(
+        self,
+        request: _sandbox_service_pb2.GetVerificationReportRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_sandbox_service_pb2.GetVerificationReportResponse, _abc.Awaitable[_sandbox_service_pb2.GetVerificationReportResponse]]:
+        """Returns what became of the answers of a run, and whether timeouts go with the length of answers."""
 
     @_abc_1.abstractmethod
     def RunCode(

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n$reflux/sandbox/v1/verification.proto\x12\x11reflux.sandbox.v1\"\xe4\x02\n\x0cVerification\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0b\n\x03run\x18\x02 \x01(\t\x12\x10\n\x08verifier\x18\x03 \x01(\t\x12\x34\n\x05state\x18\x04 \x01(\x0e\x32%.reflux.sandbox.v1.Verification.State\x12(\n\x06grades\x18\x05 \x03(\x0b\x32\x18.reflux.sandbox.v1.Grade\x12\x10\n\x08\x61ttempts\x18\x06 \x01(\r\x12\x14\n\x0c\x63ontent_hash\x18\x07 \x01(\t\x12\x0e\n\x06\x63\x61\x63hed\x18\x08 \x01(\x08\x12\r\n\x05\x65rror\x18\t \x01(\t\x12\x15\n\rqueue_seconds\x18\n \x01(\x01\x12\x13\n\x0brun_seconds\x18\x0b \x01(\x01\"T\n\x05State\x12\x15\n\x11STATE_UNSPECIFIED\x10\x00\x12\x10\n\x0cSTATE_QUEUED\x10\x01\x12\x11\n\rSTATE_RUNNING\x10\x02\x12\x0f\n\x0bSTATE_ENDED\x10\x03\"\x9a\x02\n\x05Grade\x12\x31\n\x07outcome\x18\x01 \x01(\x0e\x32 .reflux.sandbox.v1.Grade.Outcome\x12\x0e\n\x06reward\x18\x02 \x01(\x01\x12*\n\x07\x66igures\x18\x03 \x03(\x0b\x32\x19.reflux.sandbox.v1.Figure\x12\x0f\n\x07message\x18\x04 \x01(\t\"\x90\x01\n\x07Outcome\x12\x17\n\x13OUTCOME_UNSPECIFIED\x10\x00\x12\x12\n\x0eOUTCOME_SCORED\x10\x01\x12\x13\n\x0fOUTCOME_INVALID\x10\x02\x12\x13\n\x0fOUTCOME_TIMEOUT\x10\x03\x12\x17\n\x13OUTCOME_INFRA_ERROR\x10\x04\x12\x15\n\x11OUTCOME_CANCELLED\x10\x05\"%\n\x06\x46igure\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n$reflux/sandbox/v1/verification.proto\x12\x11reflux.sandbox.v1\"\xa3\x06\n\x0cVerification\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0b\n\x03run\x18\x02 \x01(\t\x12\x10\n\x08verifier\x18\x03 \x01(\t\x12\x34\n\x05state\x18\x04 \x01(\x0e\x32%.reflux.sandbox.v1.Verification.State\x12(\n\x06grades\x18\x05 \x03(\x0b\x32\x18.reflux.sandbox.v1.Grade\x12\x10\n\x08\x61ttempts\x18\x06 \x01(\r\x12\x14\n\x0c\x63ontent_hash\x18\x07 \x01(\t\x12\x0e\n\x06\x63\x61\x63hed\x18\x08 \x01(\x08\x12\r\n\x05\x65rror\x18\t \x01(\t\x12\x15\n\rqueue_seconds\x18\n \x01(\x01\x12\x13\n\x0brun_seconds\x18\x0b \x01(\x01\x12\x0f\n\x07version\x18\x0c \x01(\t\x12:\n\x08\x66idelity\x18\r \x01(\x0e\x32(.reflux.sandbox.v1.Verification.Fidelity\x12\x10\n\x08priority\x18\x0e \x01(\x01\x12\r\n\x05group\x18\x0f \x01(\t\x12\x16\n\x0epolicy_version\x18\x10 \x01(\x04\x12\x12\n\nsample_ids\x18\x11 \x03(\t\x12\x19\n\x11\x63ost_hint_seconds\x18\x12 \x01(\x01\x12\x13\n\x0b\x63pu_seconds\x18\x13 \x01(\x01\x12\x18\n\x10\x65xecuted_answers\x18\x14 \x01(\r\x12\x10\n\x08progress\x18\x15 \x01(\x01\x12\x13\n\x0b\x63reate_time\x18\x16 \x01(\x01\x12\x15\n\rdeadline_time\x18\x17 \x01(\x01\x12\x1d\n\x15heartbeat_age_seconds\x18\x18 \x01(\x01\x12\x18\n\x10\x63ompletion_token\x18\x19 \x01(\t\"b\n\x08\x46idelity\x12\x18\n\x14\x46IDELITY_UNSPECIFIED\x10\x00\x12\x11\n\rFIDELITY_RULE\x10\x01\x12\x16\n\x12\x46IDELITY_SURROGATE\x10\x02\x12\x11\n\rFIDELITY_FULL\x10\x03\"T\n\x05State\x12\x15\n\x11STATE_UNSPECIFIED\x10\x00\x12\x10\n\x0cSTATE_QUEUED\x10\x01\x12\x11\n\rSTATE_RUNNING\x10\x02\x12\x0f\n\x0bSTATE_ENDED\x10\x03\"\x9a\x02\n\x05Grade\x12\x31\n\x07outcome\x18\x01 \x01(\x0e\x32 .reflux.sandbox.v1.Grade.Outcome\x12\x0e\n\x06reward\x18\x02 \x01(\x01\x12*\n\x07\x66igures\x18\x03 \x03(\x0b\x32\x19.reflux.sandbox.v1.Figure\x12\x0f\n\x07message\x18\x04 \x01(\t\"\x90\x01\n\x07Outcome\x12\x17\n\x13OUTCOME_UNSPECIFIED\x10\x00\x12\x12\n\x0eOUTCOME_SCORED\x10\x01\x12\x13\n\x0fOUTCOME_INVALID\x10\x02\x12\x13\n\x0fOUTCOME_TIMEOUT\x10\x03\x12\x17\n\x13OUTCOME_INFRA_ERROR\x10\x04\x12\x15\n\x11OUTCOME_CANCELLED\x10\x05\"%\n\x06\x46igure\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,13 +32,15 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'reflux.sandbox.v1.verificat
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_VERIFICATION']._serialized_start=60
-  _globals['_VERIFICATION']._serialized_end=416
-  _globals['_VERIFICATION_STATE']._serialized_start=332
-  _globals['_VERIFICATION_STATE']._serialized_end=416
-  _globals['_GRADE']._serialized_start=419
-  _globals['_GRADE']._serialized_end=701
-  _globals['_GRADE_OUTCOME']._serialized_start=557
-  _globals['_GRADE_OUTCOME']._serialized_end=701
-  _globals['_FIGURE']._serialized_start=703
-  _globals['_FIGURE']._serialized_end=740
+  _globals['_VERIFICATION']._serialized_end=863
+  _globals['_VERIFICATION_FIDELITY']._serialized_start=679
+  _globals['_VERIFICATION_FIDELITY']._serialized_end=777
+  _globals['_VERIFICATION_STATE']._serialized_start=779
+  _globals['_VERIFICATION_STATE']._serialized_end=863
+  _globals['_GRADE']._serialized_start=866
+  _globals['_GRADE']._serialized_end=1148
+  _globals['_GRADE_OUTCOME']._serialized_start=1004
+  _globals['_GRADE_OUTCOME']._serialized_end=1148
+  _globals['_FIGURE']._serialized_start=1150
+  _globals['_FIGURE']._serialized_end=1187
 # @@protoc_insertion_point(module_scope)

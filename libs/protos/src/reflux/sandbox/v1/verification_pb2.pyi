@@ -25,6 +25,33 @@ class Verification(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    class _Fidelity:
+        ValueType = _typing.NewType("ValueType", _builtins.int)
+        V: _TypeAlias = ValueType  # noqa: Y015
+
+    class _FidelityEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[Verification._Fidelity.ValueType], _builtins.type):
+        DESCRIPTOR: _descriptor.EnumDescriptor
+        FIDELITY_UNSPECIFIED: Verification._Fidelity.ValueType  # 0
+        """Never used."""
+        FIDELITY_RULE: Verification._Fidelity.ValueType  # 1
+        """Milliseconds."""
+        FIDELITY_SURROGATE: Verification._Fidelity.ValueType  # 2
+        """Seconds."""
+        FIDELITY_FULL: Verification._Fidelity.ValueType  # 3
+        """Minutes to hours."""
+
+    class Fidelity(_Fidelity, metaclass=_FidelityEnumTypeWrapper):
+        """How dear a verifier is."""
+
+    FIDELITY_UNSPECIFIED: Verification.Fidelity.ValueType  # 0
+    """Never used."""
+    FIDELITY_RULE: Verification.Fidelity.ValueType  # 1
+    """Milliseconds."""
+    FIDELITY_SURROGATE: Verification.Fidelity.ValueType  # 2
+    """Seconds."""
+    FIDELITY_FULL: Verification.Fidelity.ValueType  # 3
+    """Minutes to hours."""
+
     class _State:
         ValueType = _typing.NewType("ValueType", _builtins.int)
         V: _TypeAlias = ValueType  # noqa: Y015
@@ -34,9 +61,9 @@ class Verification(_message.Message):
         STATE_UNSPECIFIED: Verification._State.ValueType  # 0
         """Never used."""
         STATE_QUEUED: Verification._State.ValueType  # 1
-        """Waits for a child."""
+        """Waits for a child, for an equal answer that another job runs, or for an outside caller."""
         STATE_RUNNING: Verification._State.ValueType  # 2
-        """A child works on it."""
+        """A child, or an outside caller with a lease, works on it."""
         STATE_ENDED: Verification._State.ValueType  # 3
         """Ended; see the grades."""
 
@@ -46,9 +73,9 @@ class Verification(_message.Message):
     STATE_UNSPECIFIED: Verification.State.ValueType  # 0
     """Never used."""
     STATE_QUEUED: Verification.State.ValueType  # 1
-    """Waits for a child."""
+    """Waits for a child, for an equal answer that another job runs, or for an outside caller."""
     STATE_RUNNING: Verification.State.ValueType  # 2
-    """A child works on it."""
+    """A child, or an outside caller with a lease, works on it."""
     STATE_ENDED: Verification.State.ValueType  # 3
     """Ended; see the grades."""
 
@@ -63,6 +90,20 @@ class Verification(_message.Message):
     ERROR_FIELD_NUMBER: _builtins.int
     QUEUE_SECONDS_FIELD_NUMBER: _builtins.int
     RUN_SECONDS_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    FIDELITY_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    GROUP_FIELD_NUMBER: _builtins.int
+    POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    SAMPLE_IDS_FIELD_NUMBER: _builtins.int
+    COST_HINT_SECONDS_FIELD_NUMBER: _builtins.int
+    CPU_SECONDS_FIELD_NUMBER: _builtins.int
+    EXECUTED_ANSWERS_FIELD_NUMBER: _builtins.int
+    PROGRESS_FIELD_NUMBER: _builtins.int
+    CREATE_TIME_FIELD_NUMBER: _builtins.int
+    DEADLINE_TIME_FIELD_NUMBER: _builtins.int
+    HEARTBEAT_AGE_SECONDS_FIELD_NUMBER: _builtins.int
+    COMPLETION_TOKEN_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Format: verifications/{verification}"""
     run: _builtins.str
@@ -74,18 +115,50 @@ class Verification(_message.Message):
     attempts: _builtins.int
     """Attempts so far."""
     content_hash: _builtins.str
-    """Hash of verifier, version, payload and answers."""
+    """Hash of verifier, version, payload and canonical answers."""
     cached: _builtins.bool
-    """True when the grades came from the cache."""
+    """True when every grade came from the cache or from another job."""
     error: _builtins.str
     """Error text of the last failed attempt."""
     queue_seconds: _builtins.float
     """Seconds from creation to the start of the last attempt."""
     run_seconds: _builtins.float
     """Seconds of the last attempt."""
+    version: _builtins.str
+    """Version of the verifier."""
+    fidelity: Global___Verification.Fidelity.ValueType
+    """Which queue it waits in."""
+    priority: _builtins.float
+    """Larger goes first; one unit is worth as much as a wait that the service's settings name."""
+    group: _builtins.str
+    """Group of the caller, for example the samples of one prompt."""
+    policy_version: _builtins.int
+    """Version of the policy that wrote the answers."""
+    cost_hint_seconds: _builtins.float
+    """The caller's estimate of the processor seconds that one answer takes; 0 means unknown."""
+    cpu_seconds: _builtins.float
+    """Processor seconds used so far by all attempts; wall-clock seconds for an attempt that was killed."""
+    executed_answers: _builtins.int
+    """Answers that this job ran itself; the others were equal to one of its own, cached, or run by another job."""
+    progress: _builtins.float
+    """Share of the work done, 0 to 1, as its worker reported it."""
+    create_time: _builtins.float
+    """Creation, in seconds since 1970."""
+    deadline_time: _builtins.float
+    """End by the deadline at the latest, in seconds since 1970."""
+    heartbeat_age_seconds: _builtins.float
+    """Seconds since its worker was last heard of; 0 unless it runs."""
+    completion_token: _builtins.str
+    """Right to complete a job of an external verifier; only in the answer to its creator."""
     @_builtins.property
     def grades(self) -> _containers.RepeatedCompositeFieldContainer[Global___Grade]:
-        """One grade per answer, when it has ended."""
+        """One grade per answer when it has ended; before that, OUTCOME_UNSPECIFIED for answers without a grade so far, and
+        no grade at all when none is known.
+        """
+
+    @_builtins.property
+    def sample_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The caller's ids of the answers, in their order; empty or one per answer."""
 
     def __init__(
         self,
@@ -101,10 +174,24 @@ class Verification(_message.Message):
         error: _builtins.str = ...,
         queue_seconds: _builtins.float = ...,
         run_seconds: _builtins.float = ...,
+        version: _builtins.str = ...,
+        fidelity: Global___Verification.Fidelity.ValueType = ...,
+        priority: _builtins.float = ...,
+        group: _builtins.str = ...,
+        policy_version: _builtins.int = ...,
+        sample_ids: _abc.Iterable[_builtins.str] | None = ...,
+        cost_hint_seconds: _builtins.float = ...,
+        cpu_seconds: _builtins.float = ...,
+        executed_answers: _builtins.int = ...,
+        progress: _builtins.float = ...,
+        create_time: _builtins.float = ...,
+        deadline_time: _builtins.float = ...,
+        heartbeat_age_seconds: _builtins.float = ...,
+        completion_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempts", b"attempts", "cached", b"cached", "content_hash", b"content_hash", "error", b"error", "grades", b"grades", "name", b"name", "queue_seconds", b"queue_seconds", "run", b"run", "run_seconds", b"run_seconds", "state", b"state", "verifier", b"verifier"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempts", b"attempts", "cached", b"cached", "completion_token", b"completion_token", "content_hash", b"content_hash", "cost_hint_seconds", b"cost_hint_seconds", "cpu_seconds", b"cpu_seconds", "create_time", b"create_time", "deadline_time", b"deadline_time", "error", b"error", "executed_answers", b"executed_answers", "fidelity", b"fidelity", "grades", b"grades", "group", b"group", "heartbeat_age_seconds", b"heartbeat_age_seconds", "name", b"name", "policy_version", b"policy_version", "priority", b"priority", "progress", b"progress", "queue_seconds", b"queue_seconds", "run", b"run", "run_seconds", b"run_seconds", "sample_ids", b"sample_ids", "state", b"state", "verifier", b"verifier", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
