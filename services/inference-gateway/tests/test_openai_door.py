@@ -12,6 +12,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 
+from reflux.common.v1.common_pb2 import SamplingParams
 from reflux.inference_gateway.v1 import engine_service_pb2 as pb
 from reflux.inference_gateway.v1.engine_service_pb2_grpc import EngineServiceStub
 from reflux_inference_gateway.engine.http import EngineDoor
@@ -231,6 +232,25 @@ async def test_every_engine_method_answers_empty_and_random_requests_with_a_stat
             for raw in messages:
                 assert await code_of(call, raw, streams=method.server_streaming) in allowed
     assert "Traceback" not in fleet.engines[0].log.read_text()
+
+
+async def test_alternatives_and_prompt_log_probs_cross_grpc_too(fleet):
+    address = fleet.engines[0].log.read_text().partition("gRPC on ")[2].split()[0]
+    sampling = SamplingParams(max_tokens=4, seed=5, top_logprobs=2, prompt_logprobs=0, ignore_eos=True, temperature=1)
+    request = pb.GenerateRequest(
+        request_id="alternatives", prompt_token_ids=[2, 3, 4], num_samples=1, sampling=sampling
+    )
+    async with grpc.aio.insecure_channel(address) as channel:
+        stub = EngineServiceStub(channel)
+        ((sample,),) = [answer.samples async for answer in stub.Generate(request, timeout=20)]
+        scored = await stub.ScorePrompt(pb.ScorePromptRequest(token_ids=[2, 3, 4]), timeout=20)
+    assert [list(scores.token_ids) for scores in sample.prompt_scores] == [[3], [4]]
+    assert [scores.logprobs[0] for scores in sample.prompt_scores] == pytest.approx(list(scored.logprobs), abs=1e-5)
+    for token, logprob, top in zip(sample.token_ids, sample.logprobs, sample.top_logprobs, strict=True):
+        assert len(top.token_ids) == 2
+        assert max(top.logprobs) >= logprob
+        if token in top.token_ids:
+            assert dict(zip(top.token_ids, top.logprobs, strict=True))[token] == pytest.approx(logprob, abs=1e-5)
 
 
 async def code_of(call, raw, *, streams):

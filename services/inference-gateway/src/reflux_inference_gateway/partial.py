@@ -26,6 +26,7 @@ def joined(before: Sample, after: Sample) -> Sample:
     whole.finish_reason = after.finish_reason
     whole.token_ids.extend(after.token_ids)
     whole.logprobs.extend(after.logprobs)
+    whole.top_logprobs.extend(after.top_logprobs)
     shift = len(before.token_ids)
     for span in after.versions:
         last = whole.versions[-1] if whole.versions else None

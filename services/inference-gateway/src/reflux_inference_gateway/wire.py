@@ -13,6 +13,8 @@ from reflux_kit.errors import InvalidRequest
 
 MAX_SAMPLES = 1024
 _MAX_TOKENS = 1 << 20
+_MAX_STOPS = 16
+_MAX_LOGPROBS = 20
 _ID = re.compile(r"[\x21-\x7e]{1,256}")
 _REPLICA_NAME = re.compile(r"replicas/[A-Za-z0-9._:-]{1,128}")
 _ROLES = {ReplicaMessage.ROLE_BOTH: Role.BOTH, ReplicaMessage.ROLE_PREFILL: Role.PREFILL}
@@ -139,6 +141,11 @@ def parse_sampling(sampling: SamplingParams) -> SamplingParams:
         raise InvalidRequest(f"sampling.min_p must be 0 to 1, got {sampling.min_p}", field="sampling.min_p")
     if len(sampling.stop_token_ids) > 64:
         raise InvalidRequest("sampling.stop_token_ids holds at most 64 ids", field="sampling.stop_token_ids")
+    if len(sampling.stops) > _MAX_STOPS or not all(sampling.stops):
+        raise InvalidRequest(f"sampling.stops holds at most {_MAX_STOPS} texts, none empty", field="sampling.stops")
+    for name in ("top_logprobs", "prompt_logprobs"):
+        if (count := getattr(sampling, name)) > _MAX_LOGPROBS:
+            raise InvalidRequest(f"sampling.{name} must be 0 to {_MAX_LOGPROBS}, got {count}", field=f"sampling.{name}")
     return sampling
 
 

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from typing import Any
 
-from reflux.common.v1.common_pb2 import Sample, VersionSpan
+from reflux.common.v1.common_pb2 import Sample, TokenScores, VersionSpan
 from reflux.inference_gateway.v1 import engine_service_pb2 as pb
 from reflux.inference_gateway.v1.engine_service_pb2_grpc import EngineServiceServicer
 from reflux.inference_gateway.v1.replica_pb2 import Replica as ReplicaMessage
@@ -115,6 +115,10 @@ def parse_generate(request: pb.GenerateRequest, limits: ModelLimits) -> GroupReq
             min_p=sampling.min_p,
             seed=sampling.seed,
             stop_token_ids=tuple(sampling.stop_token_ids),
+            stops=tuple(sampling.stops),
+            ignore_eos=sampling.ignore_eos,
+            top_logprobs=sampling.top_logprobs,
+            prompt_logprobs=sampling.prompt_logprobs if sampling.HasField("prompt_logprobs") else None,
         ),
     )
 
@@ -128,6 +132,11 @@ def _sample(sample: FinishedSample) -> Sample:
         versions=[
             VersionSpan(version=span.version, start=span.start, end=span.end, kv_version=span.kv_version)
             for span in sample.spans
+        ],
+        top_logprobs=[TokenScores(token_ids=top.keys(), logprobs=top.values()) for top in sample.top_logprobs],
+        prompt_scores=[
+            TokenScores(token_ids=scores.keys(), logprobs=[score.logprob for score in scores.values()])
+            for scores in sample.prompt_scores
         ],
     )
 

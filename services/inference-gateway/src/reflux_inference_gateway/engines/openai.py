@@ -127,6 +127,10 @@ class OpenAiReplica(ReplicaClient):
             body["min_p"] = sampling.min_p
         if sampling.stop_token_ids:
             body["stop_token_ids"] = list(sampling.stop_token_ids)
+        if sampling.stops:
+            body["stop"] = list(sampling.stops)
+        if sampling.ignore_eos:
+            body["ignore_eos"] = True
         if self._seeds_samples or call.num_samples == 1:
             body["seed"] = (sampling.seed + call.first_sample) & _MAX_SEED
         return body

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dreflux/common/v1/common.proto\x12\x10reflux.common.v1\"N\n\x0bVersionSpan\x12\x0f\n\x07version\x18\x01 \x01(\x03\x12\r\n\x05start\x18\x02 \x01(\r\x12\x0b\n\x03\x65nd\x18\x03 \x01(\r\x12\x12\n\nkv_version\x18\x04 \x01(\x03\"\x84\x01\n\x06Sample\x12\r\n\x05index\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x10\n\x08logprobs\x18\x03 \x03(\x02\x12\x15\n\rfinish_reason\x18\x04 \x01(\t\x12/\n\x08versions\x18\x05 \x03(\x0b\x32\x1d.reflux.common.v1.VersionSpan\"\x8c\x01\n\x0eSamplingParams\x12\x12\n\nmax_tokens\x18\x01 \x01(\r\x12\x13\n\x0btemperature\x18\x02 \x01(\x02\x12\r\n\x05top_p\x18\x03 \x01(\x02\x12\r\n\x05top_k\x18\x04 \x01(\r\x12\x0c\n\x04seed\x18\x05 \x01(\x04\x12\x16\n\x0estop_token_ids\x18\x06 \x03(\r\x12\r\n\x05min_p\x18\x07 \x01(\x02\"=\n\tResources\x12\x0c\n\x04gpus\x18\x01 \x01(\x01\x12\x0c\n\x04\x63pus\x18\x02 \x01(\x01\x12\x14\n\x0cmemory_bytes\x18\x03 \x01(\x04\"J\n\tPlacement\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x0c\n\x04node\x18\x03 \x01(\t\x12\x13\n\x0bgpu_indices\x18\x04 \x03(\rb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dreflux/common/v1/common.proto\x12\x10reflux.common.v1\"N\n\x0bVersionSpan\x12\x0f\n\x07version\x18\x01 \x01(\x03\x12\r\n\x05start\x18\x02 \x01(\r\x12\x0b\n\x03\x65nd\x18\x03 \x01(\r\x12\x12\n\nkv_version\x18\x04 \x01(\x03\"\xef\x01\n\x06Sample\x12\r\n\x05index\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x10\n\x08logprobs\x18\x03 \x03(\x02\x12\x15\n\rfinish_reason\x18\x04 \x01(\t\x12/\n\x08versions\x18\x05 \x03(\x0b\x32\x1d.reflux.common.v1.VersionSpan\x12\x33\n\x0ctop_logprobs\x18\x06 \x03(\x0b\x32\x1d.reflux.common.v1.TokenScores\x12\x34\n\rprompt_scores\x18\x07 \x03(\x0b\x32\x1d.reflux.common.v1.TokenScores\"2\n\x0bTokenScores\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x10\n\x08logprobs\x18\x02 \x03(\x02\"\xf7\x01\n\x0eSamplingParams\x12\x12\n\nmax_tokens\x18\x01 \x01(\r\x12\x13\n\x0btemperature\x18\x02 \x01(\x02\x12\r\n\x05top_p\x18\x03 \x01(\x02\x12\r\n\x05top_k\x18\x04 \x01(\r\x12\x0c\n\x04seed\x18\x05 \x01(\x04\x12\x16\n\x0estop_token_ids\x18\x06 \x03(\r\x12\r\n\x05min_p\x18\x07 \x01(\x02\x12\r\n\x05stops\x18\x08 \x03(\t\x12\x12\n\nignore_eos\x18\t \x01(\x08\x12\x14\n\x0ctop_logprobs\x18\n \x01(\r\x12\x1c\n\x0fprompt_logprobs\x18\x0b \x01(\rH\x00\x88\x01\x01\x42\x12\n\x10_prompt_logprobs\"=\n\tResources\x12\x0c\n\x04gpus\x18\x01 \x01(\x01\x12\x0c\n\x04\x63pus\x18\x02 \x01(\x01\x12\x14\n\x0cmemory_bytes\x18\x03 \x01(\x04\"J\n\tPlacement\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x0c\n\x04node\x18\x03 \x01(\t\x12\x13\n\x0bgpu_indices\x18\x04 \x03(\rb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,11 +34,13 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_VERSIONSPAN']._serialized_start=51
   _globals['_VERSIONSPAN']._serialized_end=129
   _globals['_SAMPLE']._serialized_start=132
-  _globals['_SAMPLE']._serialized_end=264
-  _globals['_SAMPLINGPARAMS']._serialized_start=267
-  _globals['_SAMPLINGPARAMS']._serialized_end=407
-  _globals['_RESOURCES']._serialized_start=409
-  _globals['_RESOURCES']._serialized_end=470
-  _globals['_PLACEMENT']._serialized_start=472
-  _globals['_PLACEMENT']._serialized_end=546
+  _globals['_SAMPLE']._serialized_end=371
+  _globals['_TOKENSCORES']._serialized_start=373
+  _globals['_TOKENSCORES']._serialized_end=423
+  _globals['_SAMPLINGPARAMS']._serialized_start=426
+  _globals['_SAMPLINGPARAMS']._serialized_end=673
+  _globals['_RESOURCES']._serialized_start=675
+  _globals['_RESOURCES']._serialized_end=736
+  _globals['_PLACEMENT']._serialized_start=738
+  _globals['_PLACEMENT']._serialized_end=812
 # @@protoc_insertion_point(module_scope)

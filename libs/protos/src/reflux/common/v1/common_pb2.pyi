@@ -63,6 +63,8 @@ class Sample(_message.Message):
     LOGPROBS_FIELD_NUMBER: _builtins.int
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     VERSIONS_FIELD_NUMBER: _builtins.int
+    TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
+    PROMPT_SCORES_FIELD_NUMBER: _builtins.int
     index: _builtins.int
     """Position of the sample inside its group."""
     finish_reason: _builtins.str
@@ -79,6 +81,14 @@ class Sample(_message.Message):
     def versions(self) -> _containers.RepeatedCompositeFieldContainer[Global___VersionSpan]:
         """Weight versions of all generated tokens, in order and without gaps."""
 
+    @_builtins.property
+    def top_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenScores]:
+        """With SamplingParams.top_logprobs: the likeliest tokens at each generated token's position."""
+
+    @_builtins.property
+    def prompt_scores(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenScores]:
+        """With SamplingParams.prompt_logprobs: one entry per prompt token after the first, the token itself first."""
+
     def __init__(
         self,
         *,
@@ -87,14 +97,46 @@ class Sample(_message.Message):
         logprobs: _abc.Iterable[_builtins.float] | None = ...,
         finish_reason: _builtins.str = ...,
         versions: _abc.Iterable[Global___VersionSpan] | None = ...,
+        top_logprobs: _abc.Iterable[Global___TokenScores] | None = ...,
+        prompt_scores: _abc.Iterable[Global___TokenScores] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "index", b"index", "logprobs", b"logprobs", "token_ids", b"token_ids", "versions", b"versions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "index", b"index", "logprobs", b"logprobs", "prompt_scores", b"prompt_scores", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs", "versions", b"versions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Sample: _TypeAlias = Sample  # noqa: Y015
+
+@_typing.final
+class TokenScores(_message.Message):
+    """Natural log-probabilities of some tokens at one position, temperature 1."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Token ids."""
+
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """One per token id."""
+
+    def __init__(
+        self,
+        *,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        logprobs: _abc.Iterable[_builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TokenScores: _TypeAlias = TokenScores  # noqa: Y015
 
 @_typing.final
 class SamplingParams(_message.Message):
@@ -109,6 +151,10 @@ class SamplingParams(_message.Message):
     SEED_FIELD_NUMBER: _builtins.int
     STOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     MIN_P_FIELD_NUMBER: _builtins.int
+    STOPS_FIELD_NUMBER: _builtins.int
+    IGNORE_EOS_FIELD_NUMBER: _builtins.int
+    TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     max_tokens: _builtins.int
     """Upper bound of generated tokens."""
     temperature: _builtins.float
@@ -121,9 +167,21 @@ class SamplingParams(_message.Message):
     """Seed of the group; sample i draws from (seed, i, position) only, never from its neighbours in the batch."""
     min_p: _builtins.float
     """Tokens below this share, 0 to 1, of the likeliest token's probability are left out; 0 leaves none out."""
+    ignore_eos: _builtins.bool
+    """The model's own end-of-sequence tokens do not stop it."""
+    top_logprobs: _builtins.int
+    """Likeliest tokens to report per generated token, at most 20; the embedded engine only."""
+    prompt_logprobs: _builtins.int
+    """Likeliest tokens to report per prompt token beside the token itself, at most 20; unset reports nothing of the prompt;
+    the embedded engine only.
+    """
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Generation stops after any of these ids (they are part of the output)."""
+
+    @_builtins.property
+    def stops(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Generation stops after any of these texts, at most 16."""
 
     def __init__(
         self,
@@ -135,12 +193,18 @@ class SamplingParams(_message.Message):
         seed: _builtins.int = ...,
         stop_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         min_p: _builtins.float = ...,
+        stops: _abc.Iterable[_builtins.str] | None = ...,
+        ignore_eos: _builtins.bool = ...,
+        top_logprobs: _builtins.int = ...,
+        prompt_logprobs: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs", "prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_tokens", b"max_tokens", "min_p", b"min_p", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs", "ignore_eos", b"ignore_eos", "max_tokens", b"max_tokens", "min_p", b"min_p", "prompt_logprobs", b"prompt_logprobs", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "stops", b"stops", "temperature", b"temperature", "top_k", b"top_k", "top_logprobs", b"top_logprobs", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__prompt_logprobs: _TypeAlias = _typing.Literal["prompt_logprobs"]  # noqa: Y015
+    _WhichOneofArgType__prompt_logprobs: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_logprobs) -> _WhichOneofReturnType__prompt_logprobs | None: ...
 
 Global___SamplingParams: _TypeAlias = SamplingParams  # noqa: Y015
 
