@@ -13,6 +13,7 @@ from torch import Tensor
 
 from reflux_model.config import ModelConfig, RopeScaling
 from reflux_model.parameters import Parameters
+from reflux_model.projections import PLAIN, Projections, head_weight
 
 Attention = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, queries_BLHD, keys_BLKD, values_BLKD) -> mixed values_BLHD; queries and keys are already rotated."""
@@ -25,26 +26,43 @@ def embed(params: Parameters, tokens: Tensor) -> Tensor:
 
 def project_to_vocab(params: Parameters, hidden: Tensor) -> Tensor:
     """Normalised hidden states (..., E) -> logits (..., V); uses the embedding when the head is tied."""
-    head = params.get("lm_head.weight")
-    return F.linear(hidden, params["model.embed_tokens.weight"] if head is None else head)
+    return F.linear(hidden, head_weight(params))
 
 
 def run_layers(
-    params: Parameters, config: ModelConfig, hidden_BLE: Tensor, rope: tuple[Tensor, Tensor], attention: Attention
+    params: Parameters,
+    config: ModelConfig,
+    hidden_BLE: Tensor,
+    rope: tuple[Tensor, Tensor],
+    attention: Attention,
+    projections: Projections = PLAIN,
 ) -> Tensor:
     """All blocks and the final norm: hidden_BLE -> hidden_BLE; `rope` comes from `rotary_tables`."""
     hidden = hidden_BLE
     for layer in range(config.num_layers):
-        prefix = f"model.layers.{layer}."
-        normed = rms_norm(hidden, params[prefix + "input_layernorm.weight"], config.rms_norm_eps)
-        queries, keys, values = _project(params, config, prefix + "self_attn.", normed, rope)
-        mixed = attention(layer, queries, keys, values).flatten(-2)
-        hidden = hidden + _linear(params, prefix + "self_attn.o_proj", mixed)
-        normed = rms_norm(hidden, params[prefix + "post_attention_layernorm.weight"], config.rms_norm_eps)
-        gate = _linear(params, prefix + "mlp.gate_proj", normed)
-        up = _linear(params, prefix + "mlp.up_proj", normed)
-        hidden = hidden + _linear(params, prefix + "mlp.down_proj", F.silu(gate) * up)
+        hidden = run_block(params, config, layer, hidden, rope, attention, projections)
     return rms_norm(hidden, params["model.norm.weight"], config.rms_norm_eps)
+
+
+def run_block(
+    params: Parameters,
+    config: ModelConfig,
+    layer: int,
+    hidden: Tensor,
+    rope: tuple[Tensor, Tensor],
+    attention: Attention,
+    projections: Projections = PLAIN,
+) -> Tensor:
+    """One block: attention and feed-forward with their norms and residuals."""
+    prefix = f"model.layers.{layer}."
+    normed = rms_norm(hidden, params[prefix + "input_layernorm.weight"], config.rms_norm_eps)
+    queries, keys, values = _project(params, config, prefix + "self_attn.", normed, rope, projections)
+    mixed = attention(layer, queries, keys, values).flatten(-2)
+    hidden = hidden + projections.linear(params, prefix + "self_attn.o_proj", mixed)
+    normed = rms_norm(hidden, params[prefix + "post_attention_layernorm.weight"], config.rms_norm_eps)
+    gate = projections.linear(params, prefix + "mlp.gate_proj", normed)
+    up = projections.linear(params, prefix + "mlp.up_proj", normed)
+    return hidden + projections.linear(params, prefix + "mlp.down_proj", F.silu(gate) * up)
 
 
 def rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -108,20 +126,21 @@ def _turn(heads: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
 
 
 def _project(
-    params: Parameters, config: ModelConfig, prefix: str, normed_BLE: Tensor, rope: tuple[Tensor, Tensor]
+    params: Parameters,
+    config: ModelConfig,
+    prefix: str,
+    normed_BLE: Tensor,
+    rope: tuple[Tensor, Tensor],
+    projections: Projections,
 ) -> tuple[Tensor, Tensor, Tensor]:
     shape = (*normed_BLE.shape[:-1], -1, config.head_size)
-    queries = _linear(params, prefix + "q_proj", normed_BLE).view(shape)
-    keys = _linear(params, prefix + "k_proj", normed_BLE).view(shape)
-    values = _linear(params, prefix + "v_proj", normed_BLE).view(shape)
+    queries = projections.linear(params, prefix + "q_proj", normed_BLE).view(shape)
+    keys = projections.linear(params, prefix + "k_proj", normed_BLE).view(shape)
+    values = projections.linear(params, prefix + "v_proj", normed_BLE).view(shape)
     if config.query_key_norm:
         queries = rms_norm(queries, params[prefix + "q_norm.weight"], config.rms_norm_eps)
         keys = rms_norm(keys, params[prefix + "k_norm.weight"], config.rms_norm_eps)
     return rotate(queries, rope), rotate(keys, rope), values
-
-
-def _linear(params: Parameters, name: str, hidden: Tensor) -> Tensor:
-    return F.linear(hidden, params[name + ".weight"], params.get(name + ".bias"))
 
 
 def _scaled(frequencies: Tensor, scaling: RopeScaling) -> Tensor:

@@ -1,8 +1,9 @@
 """Rows that hold a prompt once and its completions behind it, so that a group shares the prompt's computation.
 
-A row is [prompt | completion 0 | completion 1 | ...] without gaps. Each completion continues the prompt's positions and
-sees the prompt and itself, never its siblings. The last token of a completion is predicted but not fed. Attention costs
-grow with the square of the row, so long completions of large groups belong in rows of their own.
+A tree is [prompt | completion 0 | completion 1 | ...] without gaps. Each completion continues the prompt's positions
+and sees the prompt and itself, never its siblings. The last token of a completion is predicted but not fed. Short trees
+share a row, as wide as the longest tree, and never see each other: first fit, longest first. Attention costs grow with
+the square of the row, so long completions of large groups belong in trees of their own.
 """
 
 from collections.abc import Sequence
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -17,7 +19,7 @@ from torch import Tensor
 class PackedRows:
     """Input of `training.packed_logprobs` for R rows of S positions; one entry of the T arrays per predicted token.
 
-    The predicted tokens come in the order of the completions handed in (row by row, completion by completion).
+    The predicted tokens come in the order of the completions handed in (prompt by prompt, completion by completion).
     """
 
     tokens_RS: Tensor
@@ -30,29 +32,77 @@ class PackedRows:
     """The predicted token ids."""
 
 
-def pack_rows(prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[Sequence[int]]]) -> PackedRows:
-    """Packs prompt r with its `completions[r]`. Raises ValueError for an empty prompt or an empty completion."""
-    rows = [_lay_out(prompt, group) for prompt, group in zip(prompts, completions, strict=True)]
-    if not rows:
+def pack_rows(
+    prompts: Sequence[Sequence[int]],
+    completions: Sequence[Sequence[Sequence[int]]],
+    fed: Sequence[Sequence[Sequence[int]]] = (),
+) -> PackedRows:
+    """Packs prompt r with its `completions[r]`. Raises ValueError for an empty prompt or an empty completion.
+
+    `fed[r][i]` are the tokens that completion i reads behind the prompt, one less than it predicts; where nothing is
+    given they are its own but the last.
+    """
+    trees = [
+        _lay_out(prompt, group, fed[index] if fed else [()] * len(group))
+        for index, (prompt, group) in enumerate(zip(prompts, completions, strict=True))
+    ]
+    if not trees:
         raise ValueError("there is nothing to pack")
-    width = max(len(row.tokens) for row in rows)
-    tokens = np.zeros((len(rows), width), np.int64)
-    positions = np.zeros((len(rows), width), np.int64)
-    segments = np.full((len(rows), width), -1, np.int64)
-    for index, row in enumerate(rows):
-        tokens[index, : len(row.tokens)] = row.tokens
-        positions[index, : len(row.tokens)] = row.positions
-        segments[index, : len(row.tokens)] = row.segments
-    sources = np.concatenate([np.asarray(row.sources, np.int64) + index * width for index, row in enumerate(rows)])
-    targets = np.concatenate([np.asarray(row.targets, np.int64) for row in rows])
+    lengths = [len(tree.tokens) for tree in trees]
+    width = max(lengths)
+    places = first_fit_decreasing(lengths, width)
+    shape = (1 + max(row for row, _ in places), width)
+    tokens, positions, segments = np.zeros(shape, np.int64), np.zeros(shape, np.int64), np.full(shape, -1, np.int64)
+    owners = np.full(shape, -1, np.int64)
+    sources = []
+    for number, (tree, (row, start)) in enumerate(zip(trees, places, strict=True)):
+        cut = slice(start, start + len(tree.tokens))
+        tokens[row, cut], positions[row, cut], segments[row, cut] = tree.tokens, tree.positions, tree.segments
+        owners[row, cut] = number
+        sources.append(np.asarray(tree.sources, np.int64) + row * width + start)
+    targets = np.concatenate([np.asarray(tree.targets, np.int64) for tree in trees])
     seen, seer = segments[:, None, :], segments[:, :, None]
     allowed = ((seen == 0) | (seen == seer)) & np.tri(width, dtype=bool)
-    return PackedRows(*(torch.from_numpy(array) for array in (tokens, positions, allowed, sources, targets)))
+    if len(trees) > shape[0]:
+        allowed &= owners[:, None, :] == owners[:, :, None]
+    arrays = (tokens, positions, allowed, np.concatenate(sources), targets)
+    return PackedRows(*(torch.from_numpy(array) for array in arrays))
+
+
+def first_fit_decreasing(lengths: Sequence[int], width: int) -> list[tuple[int, int]]:
+    """(row, start) of each length in rows of `width`, which none exceeds: the longest first, each in the first row with
+    room. Takes at most 11/9 of the fewest rows (Johnson 1973).
+    """
+    filled: list[int] = []
+    places = [(0, 0)] * len(lengths)
+    for index in sorted(range(len(lengths)), key=lambda each: -lengths[each]):
+        row = next((row for row, used in enumerate(filled) if used + lengths[index] <= width), len(filled))
+        if row == len(filled):
+            filled.append(0)
+        places[index] = (row, filled[row])
+        filled[row] += lengths[index]
+    return places
+
+
+def join_rows(parts: Sequence[PackedRows]) -> PackedRows:
+    """The rows of all parts below each other, in their order; so are the predicted tokens."""
+    width = max(part.tokens_RS.shape[1] for part in parts)
+    grown, sources, first = [], [], 0
+    for part in parts:
+        rows, own = part.tokens_RS.shape
+        allowed = torch.eye(width, dtype=torch.bool).repeat(rows, 1, 1)
+        allowed[:, :own, :own] = part.allowed_RSS
+        pad = (0, width - own)
+        grown.append((F.pad(part.tokens_RS, pad), F.pad(part.positions_RS, pad), allowed))
+        sources.append((part.sources_T // own + first) * width + part.sources_T % own)
+        first += rows
+    tokens, positions, allowed = (torch.cat(column) for column in zip(*grown, strict=True))
+    return PackedRows(tokens, positions, allowed, torch.cat(sources), torch.cat([part.targets_T for part in parts]))
 
 
 @dataclass
 class _Row:
-    """One row before padding; segment 0 is the prompt, i + 1 completion i."""
+    """One tree before it is placed; segment 0 is the prompt, i + 1 completion i."""
 
     tokens: list[int]
     positions: list[int]
@@ -61,19 +111,19 @@ class _Row:
     targets: list[int]
 
 
-def _lay_out(prompt: Sequence[int], completions: Sequence[Sequence[int]]) -> _Row:
+def _lay_out(prompt: Sequence[int], completions: Sequence[Sequence[int]], fed_ids: Sequence[Sequence[int]]) -> _Row:
     start = len(prompt)
     if start == 0:
         raise ValueError("a prompt needs at least one token")
     row = _Row(list(prompt), list(range(start)), [0] * start, [], [])
-    for index, completion in enumerate(completions):
+    for index, (completion, given) in enumerate(zip(completions, fed_ids, strict=True)):
         if len(completion) == 0:
             raise ValueError("a completion needs at least one token")
         fed = len(completion) - 1
         first = len(row.tokens)
         row.sources += [start - 1, *range(first, first + fed)]
         row.targets += completion
-        row.tokens += completion[:fed]
+        row.tokens += given or completion[:fed]
         row.positions += range(start, start + fed)
         row.segments += [index + 1] * fed
     return row

@@ -1,28 +1,24 @@
 """Log-probs of given tokens with gradients: the learner's half of the model."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from reflux_model.config import ModelConfig
-from reflux_model.layers import additive_mask, attend, embed, project_to_vocab, rotary_tables, run_layers
+from reflux_model.layers import additive_mask, attend, embed, rotary_tables, run_layers
 from reflux_model.packing import PackedRows, pack_rows
 from reflux_model.parameters import Parameters
-
-
-@dataclass(frozen=True)
-class TokenScores:
-    """Per predicted token (T): log-prob, with gradient if the parameters have one, and entropy of its distribution."""
-
-    logprobs_T: Tensor
-    entropies_T: Tensor
-    """In nats, without gradient."""
+from reflux_model.projections import PLAIN, Projections
+from reflux_model.scoring import TokenScores, chunked_scores
 
 
 def packed_scores(
-    params: Parameters, config: ModelConfig, packed: PackedRows, *, temperature: float = 1.0
+    params: Parameters,
+    config: ModelConfig,
+    packed: PackedRows,
+    *,
+    temperature: float = 1.0,
+    projections: Projections = PLAIN,
 ) -> TokenScores:
     """Scores every predicted token of `packed` under softmax(logits / temperature)."""
     dtype = params["model.embed_tokens.weight"].dtype
@@ -32,14 +28,13 @@ def packed_scores(
         return attend(queries, keys.transpose(1, 2), values.transpose(1, 2), mask)
 
     rope = rotary_tables(config, packed.positions_RS, dtype)
-    hidden_RSE = run_layers(params, config, embed(params, packed.tokens_RS), rope, tree)
-    logits_TV = project_to_vocab(params, hidden_RSE.flatten(0, 1)[packed.sources_T]).float()
-    if temperature != 1.0:
-        logits_TV = logits_TV / temperature
-    logprobs_TV = torch.log_softmax(logits_TV, -1)
-    detached = logprobs_TV.detach()
-    entropies_T = -(detached.exp() * detached).sum(-1)
-    return TokenScores(logprobs_TV.gather(-1, packed.targets_T[:, None])[:, 0], entropies_T)
+    hidden_RSE = run_layers(params, config, embed(params, packed.tokens_RS), rope, tree, projections)
+    parts, first = [], 0
+    for hidden_TE, weight in projections.head(params, hidden_RSE.flatten(0, 1)[packed.sources_T]):
+        targets_T = packed.targets_T[first : first + len(hidden_TE)]
+        parts.append(chunked_scores(hidden_TE, weight, targets_T, temperature))
+        first += len(hidden_TE)
+    return parts[0] if len(parts) == 1 else TokenScores.joined(parts)
 
 
 def logprobs(

@@ -1,8 +1,10 @@
-"""The learner's arithmetic: one model, its gradient, its AdamW moments, all in flat buffers. Single-threaded."""
+"""The learner's arithmetic: forward, loss and backward of batches, for the model itself or for adapters of it."""
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 
 import torch
@@ -10,45 +12,43 @@ from torch import Tensor
 
 from reflux_model.config import ModelConfig
 from reflux_model.folder import load_folder
+from reflux_model.lora import AdaptedRows, LoraProjections
+from reflux_model.packing import PackedRows, join_rows
 from reflux_model.parameters import Parameters
+from reflux_model.scoring import TokenScores
 from reflux_model.training import packed_scores
-from reflux_trainer.learner.adamw import FlatAdamW
-from reflux_trainer.learner.batching import MicroBatch, micro_batches, pack_groups, parts_for_scoring
-from reflux_trainer.learner.losses import token_losses
-from reflux_trainer.learner.ops import BatchFigures, GroupData, LossSpec, StepFigures, StepSpec
-from reflux_transfer.memory import private
+from reflux_trainer.learner.batching import (
+    MAX_ATTENTION_CELLS,
+    MICRO_BATCH_TOKENS,
+    MicroBatch,
+    micro_batches,
+    pack_placed,
+    parts_of,
+)
+from reflux_trainer.learner.figures import BatchSums
+from reflux_trainer.learner.lora import LoraAdapter
+from reflux_trainer.learner.losses.batch import TokenBatch
+from reflux_trainer.learner.losses.registry import token_losses
+from reflux_trainer.learner.ops import BatchFigures, GroupData, LossSpec
+from reflux_trainer.learner.trainable import Trainable
 
-_ALIGNMENT = 64
-"""Elements; each parameter starts on a 256-byte boundary of the flat buffers."""
-DEFAULT_MICRO_BATCH = 128
-"""Completions per micro-batch when the caller does not choose; small parts have less padding."""
+
+@dataclass(frozen=True)
+class AdapterJob:
+    """One adapter's batch."""
+
+    adapter: LoraAdapter
+    groups: Sequence[GroupData]
+    loss: LossSpec
 
 
-class Learner:
-    """Model and optimizer of one run.
-
-    Gradients of several `forward_backward` calls add up until `optim_step` applies and clears them. Each call is
-    normalised by its own batch. A loss or gradient that is not finite poisons the step: it is refused, counted in
-    `refused_steps`, and the gradient is dropped. Not thread-safe: one thread owns it.
-    """
+class Learner(Trainable):
+    """Model and optimizer of one run. Each `forward_backward` call is normalised by its own batch."""
 
     def __init__(self, config: ModelConfig, params: Mapping[str, Tensor], seed: int) -> None:
+        super().__init__(params)
         self.config = config
-        self.version = 0
-        self.refused_steps = 0
         self.generator = torch.Generator().manual_seed(seed)
-        self.offsets = _offsets(params)
-        size = sum(-(-tensor.numel() // _ALIGNMENT) * _ALIGNMENT for tensor in params.values())
-        self.flat = _in_huge_pages(size)
-        self.gradient = torch.zeros(size)
-        self._shapes = {name: tensor.shape for name, tensor in params.items()}
-        self._leaves = {name: view.requires_grad_() for name, view in self.views(self.flat).items()}
-        for name, gradient in self.views(self.gradient).items():
-            self._leaves[name].grad = gradient
-            self._leaves[name].data.copy_(params[name])
-        self.optimizer = FlatAdamW()
-        self.accumulated = False
-        self.poisoned = False
 
     @classmethod
     def from_folder(cls, folder: Path, seed: int) -> "Learner":
@@ -56,117 +56,132 @@ class Learner:
         config, params = load_folder(folder)
         return cls(config, params, seed)
 
-    @property
-    def params(self) -> Parameters:
-        """The weights by Hugging Face name; views that every step changes."""
-        return self._leaves
+    def forward_backward(
+        self, groups: Sequence[GroupData], loss: LossSpec, micro_batch: int = 0, *, outputs: bool = False
+    ) -> BatchFigures:
+        """Adds the gradient of one batch; `micro_batch` bounds the completions of a part, 0 its tokens only.
 
-    def views(self, flat: Tensor) -> dict[str, Tensor]:
-        """Named views into a flat buffer that is laid out as the parameters."""
-        return {
-            name: flat[start : start + math.prod(self._shapes[name])].view(self._shapes[name])
-            for name, start in self.offsets.items()
-        }
-
-    def forward_backward(self, groups: Sequence[GroupData], loss: LossSpec, micro_batch: int = 0) -> BatchFigures:
-        """Adds the gradient of one batch; `micro_batch` counts completions, 0 takes the default."""
+        With `outputs` the figures hold the log-probs of all completions, in the order of the batch.
+        """
         started = time.perf_counter()
-        sums = _Sums()
+        sums = BatchSums(_count(groups))
         poisoned, self.poisoned = self.poisoned, True  # what an exception leaves behind is half a gradient
         self.accumulated = True
-        for part in micro_batches(groups, loss, micro_batch or DEFAULT_MICRO_BATCH, self.config.vocab_size):
-            poisoned |= not math.isfinite(self._backward(part, loss, sums))
+        for part in micro_batches(groups, loss, micro_batch):
+            total = _total_loss(part, packed_scores(self.params, self.config, part.packed), loss, sums)
+            total.backward()
+            poisoned |= not math.isfinite(float(total.detach()))
         self.poisoned = poisoned
-        return sums.figures(time.perf_counter() - started)
+        return sums.figures(time.perf_counter() - started, outputs=outputs)
 
-    def optim_step(self, step: StepSpec) -> StepFigures:
-        """Applies the gradient, unless it is not finite, and clears it. A step without any gradient is one of zeros."""
+    def adapters_forward_backward(self, jobs: Sequence[AdapterJob]) -> list[BatchFigures]:
+        """Adds the gradients of several adapters' batches (of different ones), computed side by side in shared passes.
+
+        The model's own gradient stays as it is. The figures hold all log-probs.
+        """
         started = time.perf_counter()
-        norm = float(self.gradient.norm())
-        applied = math.isfinite(norm) and not self.poisoned
-        if applied:
-            self._apply(step, norm)
-            self.version += 1
-        else:
-            self.refused_steps += 1
-        self.gradient.zero_()
-        self.accumulated, self.poisoned = False, False
-        return StepFigures(norm, self.version, applied, time.perf_counter() - started)
+        base = {name: tensor.detach() for name, tensor in self.params.items()}
+        sums = [BatchSums(_count(job.groups)) for job in jobs]
+        poisoned = [job.adapter.poisoned for job in jobs]
+        for job in jobs:
+            job.adapter.poisoned = job.adapter.accumulated = True
+        for parts in _together([micro_batches(job.groups, job.loss) for job in jobs]):
+            members = [(jobs[index].adapter, part.packed) for index, part in parts]
+            total = torch.zeros(())
+            for (index, part), scores in zip(parts, _adapter_scores(base, self.config, members), strict=True):
+                own = _total_loss(part, scores, jobs[index].loss, sums[index])
+                poisoned[index] |= not math.isfinite(float(own.detach()))
+                total = total + own
+            total.backward()
+        for job, state in zip(jobs, poisoned, strict=True):
+            job.adapter.poisoned = state
+        seconds = time.perf_counter() - started
+        return [each.figures(seconds, outputs=True) for each in sums]
 
     @torch.no_grad()
     def score(self, groups: Sequence[GroupData], micro_batch: int = 0) -> list[list[list[float]]]:
         """Log-probs of every completion's tokens under the present weights: [group][completion][token]."""
-        rows: list[list[float]] = []
-        for part in parts_for_scoring(groups, micro_batch or DEFAULT_MICRO_BATCH, self.config.vocab_size):
-            scores = packed_scores(self.params, self.config, pack_groups(part)).logprobs_T
-            lengths = [len(completion.token_ids) for group in part for completion in group.completions]
-            rows += [piece.tolist() for piece in scores.split(lengths)]
-        entries = iter(rows)
-        return [[next(entries) for _ in group.completions] for group in groups]
+        rows = iter(self.rescored(groups, None, None, micro_batch).logprobs)
+        return [[list(next(rows)) for _ in group.completions] for group in groups]
 
-    def _backward(self, part: MicroBatch, loss: LossSpec, sums: "_Sums") -> float:
-        scores = packed_scores(self.params, self.config, part.packed)
-        lp_T = scores.logprobs_T
-        # Tokens without a sampler log-prob (supervised data) are on-policy by definition.
-        sampler_T = torch.where(part.sampler_logprobs_T.isnan(), lp_T.detach(), part.sampler_logprobs_T)
-        losses = token_losses(loss, lp_T, sampler_T, part.advantages_T, part.completion_T, part.mask_T)
-        # where, not a product with 0: a masked token must not turn an infinite loss into NaN.
-        total = torch.where(part.mask_T > 0, losses.loss_T * part.weights_T, 0.0).sum()
-        total.backward()
-        sums.add(float(total.detach()), part.mask_T, scores.entropies_T, sampler_T - lp_T.detach(), losses.clipped_T)
-        return float(total.detach())
+    @torch.no_grad()
+    def rescored(
+        self, groups: Sequence[GroupData], adapter: LoraAdapter | None, loss: LossSpec | None, micro_batch: int = 0
+    ) -> BatchFigures:
+        """Log-probs under the present weights, with an adapter or without, and the figures of a loss if one is given."""
+        started = time.perf_counter()
+        sums = BatchSums(_count(groups))
+        if loss is not None:
+            for part in micro_batches(groups, loss, micro_batch):
+                _total_loss(part, self._scores(part.packed, adapter), loss, sums)
+        else:
+            for placed in parts_of(groups, micro_batch):
+                lengths = [len(each.token_ids) for piece in placed for each in piece.group.completions]
+                places = [place for piece in placed for place in piece.places]
+                sums.keep(places, self._scores(pack_placed(placed), adapter).logprobs_T, lengths)
+        return sums.figures(time.perf_counter() - started, outputs=True)
 
-    def _apply(self, step: StepSpec, norm: float) -> None:
-        if step.max_grad_norm > 0:
-            self.gradient.mul_(min(1.0, step.max_grad_norm / (norm + 1e-6)))
-        if step.reset_optimizer:
-            self.optimizer.reset()
-        self.optimizer.apply(self.flat, self.gradient, step)
+    def _scores(self, packed: PackedRows, adapter: LoraAdapter | None) -> TokenScores:
+        if adapter is None:
+            return packed_scores(self.params, self.config, packed)
+        return _adapter_scores(self.params, self.config, [(adapter, packed)])[0]
 
 
-class _Sums:
-    """Running sums over micro-batches."""
-
-    def __init__(self) -> None:
-        self._loss = 0.0
-        self._tokens = 0.0
-        self._entropy = 0.0
-        self._gap = 0.0
-        self._largest_gap = 0.0
-        self._clipped = 0.0
-
-    def add(self, loss: float, mask_T: Tensor, entropies_T: Tensor, gap_T: Tensor, clipped_T: Tensor) -> None:
-        self._loss += loss
-        self._tokens += float(mask_T.sum())
-        self._entropy += float(entropies_T @ mask_T)
-        self._gap += float(gap_T @ mask_T)
-        self._largest_gap = max(self._largest_gap, float((gap_T * mask_T).abs().max()))
-        self._clipped += float((clipped_T * mask_T).sum())
-
-    def figures(self, seconds: float) -> BatchFigures:
-        tokens = max(1.0, self._tokens)
-        return BatchFigures(
-            loss=self._loss,
-            tokens=int(self._tokens),
-            entropy=self._entropy / tokens,
-            kl_sample_train=self._gap / tokens,
-            max_logprob_gap=self._largest_gap,
-            clip_fraction=self._clipped / tokens,
-            seconds=seconds,
-        )
+def _total_loss(part: MicroBatch, scores: TokenScores, loss: LossSpec, sums: BatchSums) -> Tensor:
+    """Weighted sum of a micro-batch's token losses, booked in `sums`."""
+    lp_T = scores.logprobs_T
+    present_T = lp_T.detach()
+    # Tokens without a sampler log-prob (supervised data) are on-policy by definition.
+    sampler_T = torch.where(part.sampler_logprobs_T.isnan(), present_T, part.sampler_logprobs_T)
+    default_T = present_T if loss.decoupled else sampler_T
+    proximal_T = torch.where(part.proximal_logprobs_T.isnan(), default_T, part.proximal_logprobs_T)
+    batch = TokenBatch(
+        logprobs_T=lp_T,
+        old_logprobs_T=proximal_T,
+        sampler_logprobs_T=sampler_T,
+        reference_logprobs_T=part.reference_logprobs_T,
+        advantages_T=part.advantages_T,
+        completion_T=part.completion_T,
+        mask_T=part.mask_T,
+    )
+    losses = token_losses(loss, batch)
+    # where, not a product with 0: a masked token must not turn an infinite loss into NaN.
+    total = torch.where(part.mask_T > 0, losses.loss_T * part.weights_T, 0.0).sum()
+    sums.add(part, scores, sampler_T, losses.clipped_T, float(total.detach()))
+    return total
 
 
-def _in_huge_pages(size: int) -> Tensor:
-    """`size` zeros, in huge pages where the kernel has them: out of pages of 4 KiB the cast of a publish took 1.4 times
-    the processor time (measured, float32 to bfloat16).
-    """
-    return torch.frombuffer(private(4 * size), dtype=torch.float32)
+def _adapter_scores(
+    params: Parameters, config: ModelConfig, members: Sequence[tuple[LoraAdapter, PackedRows]]
+) -> list[TokenScores]:
+    """One pass over the rows of several adapters; scores of each."""
+    parts, row, token = [], 0, 0
+    for adapter, packed in members:
+        rows, tokens = slice(row, row + len(packed.tokens_RS)), slice(token, token + len(packed.targets_T))
+        parts.append(AdaptedRows(rows, tokens, adapter.params, adapter.spec))
+        row, token = rows.stop, tokens.stop
+    joined = join_rows([packed for _, packed in members])
+    scores = packed_scores(params, config, joined, projections=LoraProjections(parts))
+    return [TokenScores(scores.logprobs_T[part.tokens], scores.entropies_T[part.tokens]) for part in parts]
 
 
-def _offsets(params: Mapping[str, Tensor]) -> dict[str, int]:
-    offsets: dict[str, int] = {}
-    position = 0
-    for name, tensor in params.items():
-        offsets[name] = position
-        position += -(-tensor.numel() // _ALIGNMENT) * _ALIGNMENT
-    return offsets
+def _together(streams: Sequence[Iterator[MicroBatch]]) -> Iterator[list[tuple[int, MicroBatch]]]:
+    """Micro-batches of different streams that fit one pass, each with the number of its stream."""
+    for heads in zip_longest(*streams):
+        taken: list[tuple[int, MicroBatch]] = []
+        for entry in ((index, part) for index, part in enumerate(heads) if part is not None):
+            if taken and not _fits([part.packed for _, part in [*taken, entry]]):
+                yield taken
+                taken = []
+            taken.append(entry)
+        yield taken
+
+
+def _fits(parts: Sequence[PackedRows]) -> bool:
+    width = max(part.tokens_RS.shape[1] for part in parts)
+    rows = sum(part.tokens_RS.shape[0] for part in parts)
+    return rows * width <= MICRO_BATCH_TOKENS and rows * width**2 <= MAX_ATTENTION_CELLS
+
+
+def _count(groups: Sequence[GroupData]) -> int:
+    return sum(len(group.completions) for group in groups)

@@ -31,8 +31,9 @@ class _Entry:
 class Journal:
     """Answers of the last operations by id; `last` is the newest id, 0 after CreateModel."""
 
-    def __init__(self, last: int = 0) -> None:
+    def __init__(self, last: int = 0, kept: int = KEPT_ANSWERS) -> None:
         self.last = last
+        self._kept = kept
         self._entries: OrderedDict[int, _Entry] = OrderedDict()
 
     def recall(self, op_id: int, kind: Kind) -> Figures | None:
@@ -55,7 +56,7 @@ class Journal:
         assert op_id == self.last + 1
         self.last = op_id
         self._entries[op_id] = _Entry(kind, figures)
-        while len(self._entries) > KEPT_ANSWERS:
+        while len(self._entries) > self._kept:
             self._entries.popitem(last=False)
 
     def dump(self) -> bytes:
@@ -64,10 +65,12 @@ class Journal:
         return json.dumps({"last": self.last, "entries": entries}).encode()
 
     @classmethod
-    def load(cls, raw: bytes) -> "Journal":
+    def load(cls, raw: bytes, kept: int = KEPT_ANSWERS) -> "Journal":
         """The journal that `dump` wrote."""
         content = json.loads(raw)
-        journal = cls(content["last"])
+        journal = cls(content["last"], kept)
         for op_id, kind, figures in content["entries"]:
+            if kind == "forward_backward":
+                figures["logprobs"] = tuple(tuple(row) for row in figures.get("logprobs", ()))
             journal._entries[op_id] = _Entry(kind, _TYPES[kind](**figures))
         return journal

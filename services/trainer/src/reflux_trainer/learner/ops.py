@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from reflux_trainer.algo.aggregation import Aggregation
+from reflux_trainer.algo.corrections import Level
+from reflux_trainer.algo.kl import Estimator
 
 LossName = Literal[
     "cross_entropy",
@@ -15,13 +17,15 @@ LossName = Literal[
     "gspo",
     "gspo_token",
     "importance_sampling",
+    "decoupled_ppo",
+    "dro",
 ]
 LOSSES: tuple[LossName, ...] = get_args(LossName)
 
 
 @dataclass(frozen=True)
 class CompletionData:
-    """One completion to learn from; the three sequences have one entry per token.
+    """One completion to learn from; sequences have one entry per token, empty ones take their default.
 
     `sampler_logprobs` are what the sampler reported (lp_mu) and empty for supervised data; an empty `mask` counts every
     token. `advantage` weighs every token; for cross_entropy it is the weight of the example.
@@ -31,6 +35,16 @@ class CompletionData:
     sampler_logprobs: Sequence[float] = ()
     advantage: float = 1.0
     mask: Sequence[bool] = ()
+    advantages: Sequence[float] = ()
+    """Per token, in the place of `advantage`."""
+    weights: Sequence[float] = ()
+    """Factor of each token's loss."""
+    proximal_logprobs: Sequence[float] = ()
+    """Of the policy that the ratio is taken to (lp_old), where it is neither the sampler nor the present one."""
+    reference_logprobs: Sequence[float] = ()
+    """Of the frozen policy of the KL term (lp_ref)."""
+    fed_ids: Sequence[int] = ()
+    """What the model reads after the prompt, one less than `token_ids`; empty: `token_ids` themselves but the last."""
 
 
 @dataclass(frozen=True)
@@ -53,10 +67,29 @@ class LossSpec:
     dual_clip_bound: float = 3.0
     """dual_clip only: for negative advantages the loss never exceeds bound * |advantage|."""
     tis_cap: float = 0.0
-    """Above 0: the proximal policy is the present one and each token's loss is multiplied by
-    min(exp(lp_old - lp_mu), cap). 0: the sampler's policy is the proximal one."""
+    """Above 0: each token's loss is multiplied by min(exp(lp_old - lp_mu), cap)."""
+    mis_low: float = 0.0
+    mis_high: float = 0.0
+    """Above 0: the loss is multiplied by exp(lp_old - lp_mu) where that is from mis_low to mis_high, by 0 elsewhere."""
+    correction_level: Level = "token"
+    """Whether these weights are per token, or one for each completion."""
+    kl_coefficient: float = 0.0
+    """Share of the KL to the reference in the loss; tokens without `reference_logprobs` have none."""
+    kl_estimator: Estimator = "k3"
+    dro_beta: float = 0.05
+    """dro only: weight of the squared distance to the sampler."""
     constant_length: int = 0
     """Length in tokens that aggregation "constant" divides by."""
+
+    @property
+    def corrected(self) -> bool:
+        """Whether losses are weighted for the sampler's being another policy."""
+        return self.tis_cap > 0 or self.mis_high > 0
+
+    @property
+    def decoupled(self) -> bool:
+        """Whether the proximal policy is the present one where none is given, rather than the sampler."""
+        return self.corrected or self.name == "decoupled_ppo"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +122,8 @@ class BatchFigures:
     clip_fraction: float
     """Share of tokens whose gradient the clip took away (or bounded, for cispo)."""
     seconds: float
+    logprobs: tuple[tuple[float, ...], ...] = ()
+    """Of all tokens of each completion under the weights of the call, where they were asked for."""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,157 @@
+"""Low-rank adapters: y = W x + scale * B A x, scale = alpha / rank. LoRA, arXiv 2106.09685.
+
+A starts random and B at zero, so that a fresh adapter changes nothing. Factors are named after their matrix, as PEFT
+names them: `<module>.lora_A.weight` (rank, in) and `<module>.lora_B.weight` (out, rank).
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from reflux_model.config import ModelConfig
+from reflux_model.errors import UnsupportedModelError
+from reflux_model.parameters import Parameters
+from reflux_model.projections import Projections, head_weight
+from reflux_model.shapes import parameter_shapes
+
+TargetGroup = Literal["attention", "mlp", "unembed"]
+TARGET_GROUPS: tuple[TargetGroup, ...] = get_args(TargetGroup)
+ALPHA = 32.0
+"""The scale is this by the rank, for every adapter."""
+_HEAD = "lm_head"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraSpec:
+    """What an adapter adapts, and with how many ranks."""
+
+    rank: int
+    groups: tuple[TargetGroup, ...]
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise UnsupportedModelError(f"the rank of an adapter must be at least 1, got {self.rank}")
+        if not self.groups:
+            raise UnsupportedModelError(f"an adapter needs a target: one or more of {', '.join(TARGET_GROUPS)}")
+
+    @property
+    def scale(self) -> float:
+        """What the product of the factors is multiplied by."""
+        return ALPHA / self.rank
+
+
+def target_shapes(config: ModelConfig, groups: Sequence[TargetGroup]) -> dict[str, tuple[int, int]]:
+    """Adapted modules with the (out, in) of their matrices. Raises `UnsupportedModelError` for an absent target."""
+    if "unembed" in groups and config.tie_embeddings:
+        raise UnsupportedModelError(
+            "an adapter cannot train 'unembed' here: the model ties its output head to the embedding, so that there is "
+            "no lm_head.weight; leave the target out or untie the model folder"
+        )
+    chosen: dict[str, tuple[int, int]] = {}
+    for name, shape in parameter_shapes(config).items():
+        if len(shape) == 2 and _group(name) in groups:
+            chosen[name.removesuffix(".weight")] = (shape[0], shape[1])
+    return chosen
+
+
+def factor_shapes(config: ModelConfig, spec: LoraSpec) -> dict[str, tuple[int, int]]:
+    """Names and shapes of all factors."""
+    shapes: dict[str, tuple[int, int]] = {}
+    for module, (rows, columns) in target_shapes(config, spec.groups).items():
+        name_a, name_b = factor_names(module)
+        shapes |= {name_a: (spec.rank, columns), name_b: (rows, spec.rank)}
+    return shapes
+
+
+def initial_factors(config: ModelConfig, spec: LoraSpec, seed: int) -> dict[str, Tensor]:
+    """A from U(-1/sqrt(in), 1/sqrt(in)), B of zeros. The same seed gives the same bits, whatever else exists."""
+    generator = torch.Generator().manual_seed(seed)
+    factors: dict[str, Tensor] = {}
+    for name, shape in factor_shapes(config, spec).items():
+        factors[name] = torch.zeros(shape)
+        if name.endswith(".lora_A.weight"):
+            bound = 1.0 / math.sqrt(shape[1])
+            factors[name].uniform_(-bound, bound, generator=generator)
+    return factors
+
+
+def factor_names(module: str) -> tuple[str, str]:
+    """Names of A and B of a module."""
+    return f"{module}.lora_A.weight", f"{module}.lora_B.weight"
+
+
+class MergedParameters(Mapping[str, Tensor]):
+    """W + scale * B A of every adapted matrix, added when it is asked for: one matrix at a time takes memory."""
+
+    def __init__(self, params: Parameters, factors: Parameters, spec: LoraSpec) -> None:
+        self._params, self._factors, self._spec = params, factors, spec
+
+    def __getitem__(self, name: str) -> Tensor:
+        weight = self._params[name].detach()
+        name_a, name_b = factor_names(name.removesuffix(".weight"))
+        if name_b not in self._factors:
+            return weight
+        return torch.addmm(
+            weight, self._factors[name_b].detach(), self._factors[name_a].detach(), alpha=self._spec.scale
+        )
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._params)
+
+    def __len__(self) -> int:
+        return len(self._params)
+
+
+@dataclass(frozen=True)
+class AdaptedRows:
+    """Neighbouring rows of a pass that one adapter answers for, and the tokens that are predicted there."""
+
+    rows: slice
+    tokens: slice
+    factors: Parameters
+    spec: LoraSpec
+
+
+class LoraProjections(Projections):
+    """Several adapters in one pass: each adds to its own rows; together they cover all rows, in order."""
+
+    def __init__(self, parts: Sequence[AdaptedRows]) -> None:
+        self._parts = parts
+
+    def linear(self, params: Parameters, name: str, hidden: Tensor) -> Tensor:
+        """The base's product for all rows, and each adapter's for its own."""
+        plain = super().linear(params, name, hidden)
+        added = [self._added(part, name, hidden[part.rows], plain[part.rows]) for part in self._parts]
+        return added[0] if len(added) == 1 else torch.cat(added)
+
+    def head(self, params: Parameters, hidden_TE: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """An adapted head is one wider matrix: [W | B] times [x, scale * A x]."""
+        parts = []
+        for part in self._parts:
+            hidden, weight = hidden_TE[part.tokens], head_weight(params)
+            name_a, name_b = factor_names(_HEAD)
+            if name_a in part.factors:
+                hidden = torch.cat([hidden, F.linear(hidden, part.factors[name_a]) * part.spec.scale], -1)
+                weight = torch.cat([weight, part.factors[name_b]], 1)
+            parts.append((hidden, weight))
+        return parts
+
+    def _added(self, part: AdaptedRows, name: str, hidden: Tensor, plain: Tensor) -> Tensor:
+        name_a, name_b = factor_names(name)
+        if name_a not in part.factors:
+            return plain
+        return plain + F.linear(F.linear(hidden, part.factors[name_a]), part.factors[name_b]) * part.spec.scale
+
+
+def _group(name: str) -> str:
+    """The target group of a matrix; empty for those that no adapter changes."""
+    if ".self_attn." in name:
+        return "attention"
+    if ".mlp." in name:
+        return "mlp"
+    return "unembed" if name.startswith(_HEAD + ".") else ""
