@@ -14,7 +14,7 @@ from rounds import MODEL_BYTES, PEERS_PYTHON, Setup, interleaved, spread, ways
 
 SETUPS = {
     "memcpy": Setup("memcpy"),
-    "reflux": Setup("reflux_get"),
+    "reflux": Setup("reflux_get", arguments=("private",)),  # as the peers have it: none of them hands out memory
     "nixl": Setup("nixl_read", PEERS_PYTHON),
     "nixl/cma": Setup("nixl_read", PEERS_PYTHON, {"UCX_TLS": "cma,posix,tcp"}),
     "mooncake": Setup("mooncake_read", PEERS_PYTHON),

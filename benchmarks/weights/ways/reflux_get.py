@@ -1,4 +1,7 @@
-"""One read by our `ucx` backend: another process's private memory into private memory; the owner sleeps."""
+"""One read by our `ucx` backend into private memory; the owner sleeps.
+
+Its memory is what a publisher's is: allocated for readers, or, with the argument `private`, private memory as well.
+"""
 
 import sys
 from multiprocessing.connection import Connection
@@ -14,9 +17,10 @@ _SECONDS = 60.0
 
 
 def owner(pipe: Connection, length: int) -> None:
-    backend, memory = open_backend("ucx", TransferEnvironment()), private(length)
-    np.frombuffer(memory, np.uint8)[:] = PATTERN
-    pipe.send(backend.describe(backend.register(memory)))
+    backend = open_backend("ucx", TransferEnvironment())
+    region = backend.allocate(length, for_readers="private" not in sys.argv)
+    np.frombuffer(region.view, np.uint8)[:] = PATTERN
+    pipe.send(backend.describe(region))
     keep(pipe)
 
 

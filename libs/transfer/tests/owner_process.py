@@ -105,7 +105,7 @@ class OwnerByAll:
 def _offer(pipe: Connection, backend_name: str, settings: TransferSettings, length: int, scope: Scope) -> None:
     """Sends the handle, then obeys until it is killed or the pipe closes."""
     backend = open_backend(backend_name, settings)
-    region = backend.allocate(length)
+    region = backend.allocate(length, for_readers=True)
     fill(region.view)
     pipe.send(backend.describe(region, scope))
     others = []
@@ -119,14 +119,14 @@ def _offer(pipe: Connection, backend_name: str, settings: TransferSettings, leng
             pipe.send("closed")
         else:
             others += [np.full(length, 0xEE, np.uint8) for _ in range(4)]
-            region = backend.allocate(length)
+            region = backend.allocate(length, for_readers=True)
             fill(region.view)
             pipe.send(backend.describe(region, scope))
 
 
 def _offer_by_all(pipe: Connection, names: list[str], length: int) -> None:
     first, *others = [open_backend(name, TransferEnvironment()) for name in names]
-    region = first.allocate(length)
+    region = first.allocate(length, for_readers=True)
     fill(region.view)
     found = {first.name: first.describe(region)}
     pipe.send(found | {each.name: each.describe(each.register(region.view)) for each in others})

@@ -141,7 +141,7 @@ def test_what_is_packed_has_bounds(backend: ShmBackend) -> None:
 def test_memory_that_is_not_there_costs_one_version(arenas: PublisherArenas, backend: ShmBackend) -> None:
     allocate = backend.allocate
 
-    def full(length: int) -> LocalRegion:
+    def full(length: int, *, for_readers: bool = False) -> LocalRegion:
         backend.allocate = allocate
         raise MemoryError(f"no {length} bytes")
 

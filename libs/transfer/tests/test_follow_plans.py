@@ -167,7 +167,7 @@ def test_a_flipped_bit_in_packed_bytes_names_the_tensor() -> None:
     planned, backend = plan(*columns(), PlanOptions(relay="direct")), ShmBackend()
     layout, allocated = rank_layout(planned.source, 0), []
     allocate = backend.allocate
-    backend.allocate = lambda length: allocated.append(allocate(length)) or allocated[-1]
+    backend.allocate = lambda length, **hints: allocated.append(allocate(length, **hints)) or allocated[-1]
     extras = packing(planned.hash, Expander(planned).pieces(0), layout, SLICE)
     staging = PublisherArenas(backend, layout, SLICE).begin(packings=[extras])
     staging.write({"w": memories(planned)[0][: layout.region_bytes].view(np.float32)})

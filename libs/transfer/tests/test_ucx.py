@@ -1,4 +1,5 @@
 import ctypes
+import gc
 import os
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import pytest
 
 from reflux_transfer.backends import ucp
 from reflux_transfer.backends.ucx import UcxBackend, options_of
+from reflux_transfer.backends.ucx_lanes import Connection
 from reflux_transfer.errors import BackendUnavailable
 from reflux_transfer.settings import TransferSettings
 
@@ -84,3 +86,68 @@ def test_a_system_ucx_passes_the_same_suite(chosen: str) -> None:
     assert done.returncode == 0, done.stdout[-4000:]
     assert " passed" in done.stdout
     assert "skipped" not in done.stdout
+
+
+@pytest.mark.parametrize("mapped", [True, False])
+def test_memory_for_readers_is_mapped_by_readers_of_this_host(mapped: bool) -> None:
+    settings = TransferSettings(ucx_segments=mapped)
+    backend, owner = UcxBackend(settings), UcxBackend(settings)
+    source, local = owner.allocate(100_000, for_readers=True), backend.allocate(100_000)
+    source.view[7] = 9
+    remote = backend.open(owner.describe(source))
+    assert remote.resource.attached is mapped
+    backend.read(remote, 0, local, 0, 100_000, 30.0)
+    assert local.view == source.view
+    backend.close()
+    owner.close()
+
+
+def test_a_segment_that_cannot_be_mapped_is_read_by_cma(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend, owner = UcxBackend(), UcxBackend()
+    source, local = owner.allocate(100_000, for_readers=True), backend.allocate(100_000)
+    source.view[7] = 9
+    handle = owner.describe(source)
+    with monkeypatch.context() as patched:
+        patched.setattr(Connection, "attach", refuse)
+        remote = backend.open(handle)
+    assert not remote.resource.attached
+    backend.read(remote, 0, local, 0, 100_000, 30.0)
+    assert local.view == source.view
+    backend.close()
+    owner.close()
+
+
+def test_without_segments_memory_is_private(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = UcxBackend()
+    with monkeypatch.context() as patched:
+        patched.setattr(ucp.Library, "allocate_memory", refuse)
+        region = backend.allocate(1000, for_readers=True)
+    remote = backend.open(backend.describe(region))
+    assert not remote.resource.attached
+    backend.close()
+
+
+def test_a_segment_lives_as_long_as_its_last_view() -> None:
+    def held() -> tuple[int, int]:
+        gc.collect()
+        return len(list(Path("/proc/self/fd").iterdir())), Path("/proc/self/maps").read_text().count("ucx_shm")
+
+    def cycle() -> None:
+        backend = UcxBackend()
+        region = backend.allocate(100_000, for_readers=True)
+        backend.describe(region)
+        view = region.view
+        backend.close()
+        del region, backend
+        view[99_999] = 1  # the end of the process, if it were gone
+        assert held()[1] >= 1
+
+    cycle()
+    before = held()
+    for _ in range(3):
+        cycle()
+    assert held() == before
+
+
+def refuse(*_arguments: object) -> None:
+    raise ucp.UcpError(-17, "Shared memory error")

@@ -10,7 +10,11 @@ import numpy as np
 
 _HUGE_PAGE = 2 << 20
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14; Python 3.11's mmap has no name for it
-_MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000  # the same on x86-64 and aarch64; Python 3.11's mmap has no names for them
+_MAP_FIXED, _MAP_NORESERVE, _MAP_FIXED_NOREPLACE = (
+    0x10,
+    0x4000,
+    0x100000,
+)  # the same on x86-64 and aarch64; Python 3.11's mmap has no names for them
 _MAP_FAILED = (1 << 64) - 1
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -63,6 +67,12 @@ def keep_place(address: int) -> bool:
         return False
     _places[address] = True
     return True
+
+
+def block_place(address: int, length: int) -> None:
+    """Puts zeros, which cost address space only, where memory was that is gone, unless something else is there now."""
+    kind = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED_NOREPLACE | _MAP_NORESERVE
+    _libc.mmap(address, length, mmap.PROT_READ, kind, -1, 0)
 
 
 def _free(address: int, length: int) -> None:

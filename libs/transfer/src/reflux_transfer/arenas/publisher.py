@@ -49,7 +49,7 @@ class _Arena:
         """
         if self._memory is None or self._memory.geometry is not geometry:
             self.withdraw("the publisher packs its weights for other readers")
-            self._memory = _Memory(self._backend.allocate(geometry.region_bytes), geometry)
+            self._memory = _Memory(self._backend.allocate(geometry.region_bytes, for_readers=True), geometry)
 
     def withdraw(self, reason: str) -> None:
         """Gives the memory up."""

@@ -29,8 +29,11 @@ class TransferBackend(ABC):
     name: ClassVar[str]
     _closed = False
 
-    def allocate(self, length: int) -> LocalRegion:
-        """Zeroed memory of `length` >= 1 bytes that can be described, read into and written through its view."""
+    def allocate(self, length: int, *, for_readers: bool = False) -> LocalRegion:
+        """Zeroed memory of `length` >= 1 bytes that can be described, read into and written through its view.
+
+        `for_readers`: others read it more than this process computes with it; it lies where reads cost least.
+        """
         if length < 1:
             raise ValueError(f"a region has at least one byte, not {length}")
         return self.register(memory.private(length))

@@ -31,8 +31,9 @@ class Word:
 class Board:
     """Owns `WORDS` words, all zero but those in use. They can be read as long as the process lives, even after it."""
 
-    def __init__(self) -> None:
-        self.view = memory.private(WORDS * WORD_BYTES)
+    def __init__(self, view: memoryview | None = None) -> None:
+        """In memory of its own, or in the zeroed one that is given."""
+        self.view = memory.private(WORDS * WORD_BYTES) if view is None else view
         self._words = np.frombuffer(self.view, np.uint64)
         self.address = int(self._words.ctypes.data)
         memory.keep_place(self.address)

@@ -28,11 +28,11 @@ _NOTHING = nullcontext()
 class ConnectionPool(Generic[_C]):
     """Opens connections on demand, at most `limit`; the reads beyond that wait for their turn."""
 
-    def __init__(self, connect: Callable[[float], _C], limit: int) -> None:
-        """`connect` gets the monotonic time by which it must be done."""
+    def __init__(self, connect: Callable[[float], _C], limit: int, first: _C | None = None) -> None:
+        """`connect` gets the monotonic time by which it must be done; `first` is there already."""
         self._connect, self._limit = connect, limit
-        self._free: list[_C] = []
-        self._opened = 0
+        self._free: list[_C] = [] if first is None else [first]
+        self._opened = len(self._free)
         self._closed = False
         self._changed = threading.Condition()
 

@@ -75,7 +75,7 @@ class ShmBackend(TransferBackend):
         self._remotes: set[RemoteRegion] = set()
         self._lock = threading.Lock()
 
-    def allocate(self, length: int) -> LocalRegion:
+    def allocate(self, length: int, *, for_readers: bool = False) -> LocalRegion:
         """A new segment, its pages reserved: a full /dev/shm is a MemoryError here, not a SIGBUS later."""
         if length < 1:
             raise ValueError(f"a region has at least one byte, not {length}")

@@ -23,6 +23,7 @@ ERROR_MODE_NONE, ERROR_MODE_PEER = 0, 1
 _THREAD_MODE_SERIALIZED = 1
 _CLOSE_FORCE = 1
 _OP_FLAGS, _OP_MEMH = 1 << 4, 1 << 8
+_MAP_ALLOCATE = 1 << 1
 FIRST_ERROR_POINTER = (1 << 64) - 100
 
 ErrorHandler = C.CFUNCTYPE(None, c_void_p, c_void_p, c_int8)
@@ -57,6 +58,16 @@ class _EndpointParams(C.Structure):
 
 
 class _MapParams(C.Structure):
+    _fields_ = [
+        ("mask", c_uint64),
+        ("address", c_void_p),
+        ("length", c_size_t),
+        ("flags", c_uint),
+        ("pad", C.c_byte * 92),
+    ]
+
+
+class _MemoryAttributes(C.Structure):
     _fields_ = [("mask", c_uint64), ("address", c_void_p), ("length", c_size_t), ("pad", C.c_byte * 96)]
 
 
@@ -115,6 +126,7 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "ucp_ep_close_nbx": (c_void_p, [c_void_p, c_void_p]),
     "ucp_mem_map": (c_int8, [c_void_p, c_void_p, c_void_p]),
     "ucp_mem_unmap": (c_int8, [c_void_p, c_void_p]),
+    "ucp_mem_query": (c_int8, [c_void_p, c_void_p]),
     "ucp_rkey_pack": (c_int8, [c_void_p, c_void_p, c_void_p, c_void_p]),
     "ucp_rkey_buffer_release": (None, [c_void_p]),
     "ucp_ep_rkey_unpack": (c_int8, [c_void_p, c_char_p, c_void_p]),
@@ -228,8 +240,16 @@ class Library:
         )
         return _address(memh)
 
+    def allocate_memory(self, context: int, length: int) -> tuple[int, int]:
+        """Memory of UCX's own, by the context's transports where they have some; its handle and address."""
+        memh, found = c_void_p(), _MemoryAttributes(mask=1)
+        params = _MapParams(mask=2 | 4, length=length, flags=_MAP_ALLOCATE)
+        self.check(self.calls.ucp_mem_map(context, byref(params), byref(memh)))
+        self.check(self.calls.ucp_mem_query(memh, byref(found)))
+        return _address(memh), _address(c_void_p(found.address))
+
     def unmap_memory(self, context: int, memh: int) -> None:
-        """Inverse of `map_memory`."""
+        """Inverse of `map_memory` and `allocate_memory`."""
         self.check(self.calls.ucp_mem_unmap(context, memh))
 
     def pack_key(self, context: int, memh: int) -> bytes:

@@ -1,4 +1,4 @@
-"""One-sided GET through libucp: cma between processes of one host, tcp or RDMA otherwise.
+"""One-sided GET through libucp: shared segments or cma between processes of one host, tcp or RDMA otherwise.
 
 Two error modes, by measurement (libucx 1.21 and 1.22): mode PEER disables cma, so it is used for peers that cma cannot
 reach; they need the owner's progress thread unless the transport is RDMA. A peer in reach of cma is read in mode NONE,
@@ -10,6 +10,7 @@ endpoint serves its reads in order, and where it does not (RDMA over several NIC
 Memory that was described keeps its place, so that a late emulated read does not end the owner by SIGSEGV.
 """
 
+import logging
 import sys
 import threading
 import time
@@ -24,13 +25,18 @@ from reflux_transfer.backends.base import TransferBackend, check_runs
 from reflux_transfer.backends.board import WORD_BYTES, Board, Word, check_word
 from reflux_transfer.backends.connections import ConnectionPool
 from reflux_transfer.backends.ucx_lanes import Connection, RemoteWord, Target
-from reflux_transfer.errors import BackendUnavailable, ReadDeadlineExceeded
+from reflux_transfer.backends.ucx_segments import Segments
+from reflux_transfer.errors import BackendUnavailable, PeerGone, ReadDeadlineExceeded
 from reflux_transfer.handles import ANYWHERE, Scope
 from reflux_transfer.peer import PeerWatch, ProcessIdentity
 from reflux_transfer.regions import LocalRegion, RemoteRegion, Run
 from reflux_transfer.settings import TransferSettings
 
+log = logging.getLogger(__name__)
+
 _PIECE = 64 << 20
+_ATTACHED_PIECE = 256 << 20
+"""Larger where a read is a memcpy: libc writes past the cache only in large copies, at twice the rate."""
 
 
 @dataclass(eq=False)
@@ -42,6 +48,8 @@ class _Remote:
     word: RemoteWord
     watch: PeerWatch | None
     pool: ConnectionPool[Connection]
+    attached: bool = False
+    """Its memory is a segment that is mapped here."""
 
 
 @dataclass(eq=False)
@@ -49,7 +57,10 @@ class _Mapped:
     """What belongs to a local region: UCX's memory handle, and its word once it was described."""
 
     memh: int
+    segment: int | None = None
+    """UCX's handle of the memory in the context of segments, when it is one."""
     word: Word | None = None
+    """On the board of segments when it is one."""
 
 
 def options_of(settings: TransferSettings) -> dict[str, str]:
@@ -84,6 +95,8 @@ class UcxBackend(TransferBackend):
         listed = settings.ucx_transports.split(",")
         self._uses_cma = settings.ucx_error_mode == "auto" and bool({"all", "cma", "sm", "shm", ""} & set(listed))
         self._max_connections = settings.ucx_connections_per_region
+        self._one_host = settings.ucx_segments and self._uses_cma and settings.ucx_net_devices == "lo"
+        self._segments: Segments | None = None
         self._identity = ProcessIdentity.of_this_process()
         self._regions: set[LocalRegion] = set()
         self._remotes: set[RemoteRegion] = set()
@@ -99,25 +112,53 @@ class UcxBackend(TransferBackend):
             self._regions.add(region)
         return region
 
+    def allocate(self, length: int, *, for_readers: bool = False) -> LocalRegion:
+        """Private memory; for readers on this host a shared segment, where UCX makes one."""
+        segments = self._open_segments() if for_readers and self._one_host else None
+        if segments is None:
+            return super().allocate(length)
+        try:
+            view, memh = segments.allocate(length)
+        except (MemoryError, ucp.UcpError) as error:
+            log.warning("readers on this host will be slower: no shared segment (%s)", error)
+            return super().allocate(length)
+        region = self.register(view)
+        region.resource.segment = memh
+        return region
+
+    def _open_segments(self) -> Segments | None:
+        with self._lock:
+            self._check_open()
+            if self._segments is None and self._one_host:
+                try:
+                    self._segments = Segments(self._library, self._context, self._target.still)
+                except BackendUnavailable as error:
+                    log.warning("readers on this host will be slower: %s", error)
+                    self._one_host = False
+            return self._segments
+
     def describe(self, region: LocalRegion, scope: Scope = ANYWHERE) -> bytes:
         """Worker address, memory address, remote key, and the region's word."""
         with self._lock:
             region.check_open()
             mapped: _Mapped = region.resource
+            segments = self._segments if mapped.segment else None
+            board, board_memh = (segments.board, segments.board_memh) if segments else (self._board, self._board_memh)
             if mapped.word is None:
-                mapped.word = self._board.offer()
-                if not memory.keep_place(region.address):
+                mapped.word = board.offer()
+                if not (segments or memory.keep_place(region.address)):
                     self._lent.append(region.view)
-            keys = [self._library.pack_key(self._context, memh) for memh in (mapped.memh, self._board_memh)]
-        fields = {
-            "address": region.address,
-            "length": region.length,
-            "key": keys[0].hex(),
-            "worker": self._target.address.hex(),
-            "word_address": mapped.word.address,
-            "word_key": keys[1].hex(),
-            "word": mapped.word.value,
-        }
+            fields: dict[str, object] = {
+                "address": region.address,
+                "length": region.length,
+                "worker": self._target.address.hex(),
+                "key": self._library.pack_key(self._context, mapped.memh).hex(),
+                "word_address": mapped.word.address,
+                "word_key": self._library.pack_key(self._context, board_memh).hex(),
+                "word": mapped.word.value,
+            }
+            if segments and mapped.segment:
+                fields |= segments.describe(mapped.segment)
         return handles.seal(self.name, {"owner": self._identity.to_json(), **fields}, scope)
 
     def open(self, handle: bytes, scope: Scope | None = None) -> RemoteRegion:
@@ -131,13 +172,43 @@ class UcxBackend(TransferBackend):
         word = RemoteWord(envelope["word_address"], word_key, envelope["word"])
         with ExitStack() as undo:
             watch = self._watch(identity, word, undo)
-            pool = ConnectionPool(lambda _end: self._connect(worker, watch), self._max_connections)
-            remote = RemoteRegion(envelope["length"], identity, _Remote(envelope["address"], key, word, watch, pool))
+            path = self._attached(envelope, word, watch) if watch and "segment_key" in envelope else None
+            if path is None:
+                pool = ConnectionPool(lambda _end: self._connect(worker, watch), self._max_connections)
+                path = _Remote(envelope["address"], key, word, watch, pool)
+            undo.callback(path.pool.close)
+            remote = RemoteRegion(envelope["length"], identity, path)
             with self._lock:
                 self._check_open()
                 self._remotes.add(remote)
             undo.pop_all()
         return remote
+
+    def _attached(self, envelope: dict[str, Any], word: RemoteWord, watch: PeerWatch) -> _Remote | None:
+        """The way to a segment of this host, None where it cannot be mapped: cma reads it as any other memory."""
+        segments = self._open_segments()
+        if segments is None:
+            return None
+        names = "segment_worker", "segment_key", "segment_word_key"
+        worker, key, word_key = (handles.hex_field(envelope, name) for name in names)
+
+        def connect(_end: float) -> Connection:
+            connection = Connection(self._library, segments.context, worker, watch)
+            try:
+                connection.attach(key)
+            except ucp.UcpError as error:
+                connection.close()
+                watch.check()
+                raise PeerGone(f"the region's owner has withdrawn it: {error}") from error
+            return connection
+
+        try:
+            pool = ConnectionPool(connect, self._max_connections, connect(0.0))
+        except PeerGone as error:
+            watch.check()
+            log.warning("reads by cma instead of a shared segment: %s", error)
+            return None
+        return _Remote(envelope["address"], key, RemoteWord(word.address, word_key, word.value), watch, pool, True)
 
     def _watch(self, identity: ProcessIdentity, word: RemoteWord, undo: ExitStack) -> PeerWatch | None:
         """The watch of a peer that cma reaches, None for others. Raises `PeerGone`, also for a withdrawn region."""
@@ -157,7 +228,7 @@ class UcxBackend(TransferBackend):
         end = time.monotonic() + deadline_seconds
         check_runs(remote, local, runs)
         path: _Remote = remote.resource
-        pieces = list(_pieces(runs))
+        pieces = list(_pieces(runs, _ATTACHED_PIECE if path.attached else _PIECE))
         with path.pool.borrowed(end, local.reading(0, 0)) as connection:
             if path.watch:
                 path.watch.check()
@@ -166,7 +237,8 @@ class UcxBackend(TransferBackend):
                     raise ReadDeadlineExceeded(f"{done - 1} of {len(pieces)} pieces read in {deadline_seconds} s")
                 word = path.word if done == len(pieces) else None
                 place = path.address + source, local.address + destination, count
-                connection.get(path.key, *place, local.resource.memh, end, word)
+                memh = None if path.attached else local.resource.memh
+                connection.get(path.key, *place, memh, end, word)
 
     def _connect(self, worker: bytes, watch: PeerWatch | None) -> Connection:
         return Connection(self._library, self._context, worker, watch)
@@ -188,7 +260,8 @@ class UcxBackend(TransferBackend):
             self._regions.discard(region)
             mapped: _Mapped = region.resource
             if mapped.word:
-                self._board.withdraw(mapped.word)
+                board = self._segments.board if self._segments and mapped.segment else self._board
+                board.withdraw(mapped.word)
             self._library.unmap_memory(self._context, mapped.memh)
 
     def close(self) -> None:
@@ -201,6 +274,8 @@ class UcxBackend(TransferBackend):
         with ExitStack() as steps:  # the last one first
             steps.callback(self._library.calls.ucp_cleanup, self._context)
             steps.callback(self._library.unmap_memory, self._context, self._board_memh)
+            if self._segments:
+                steps.callback(self._segments.close)
             steps.callback(self._target.close)
             for region in regions:
                 steps.callback(self.unregister, region)
@@ -209,8 +284,8 @@ class UcxBackend(TransferBackend):
         self._lent.clear()
 
 
-def _pieces(runs: Sequence[Run]) -> Iterator[tuple[int, int, int]]:
+def _pieces(runs: Sequence[Run], most: int) -> Iterator[tuple[int, int, int]]:
     """The runs without empty ones, cut where the deadline is looked at: remote offset, local offset, bytes."""
     for run in runs:
-        for done in range(0, run.length, _PIECE):
-            yield run.remote_offset + done, run.local_offset + done, min(_PIECE, run.length - done)
+        for done in range(0, run.length, most):
+            yield run.remote_offset + done, run.local_offset + done, min(most, run.length - done)

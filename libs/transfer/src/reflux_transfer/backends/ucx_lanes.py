@@ -25,6 +25,8 @@ class Target:
 
     def __init__(self, library: ucp.Library, context: int) -> None:
         self._library = library
+        self.still = threading.RLock()
+        """Held by the thread while it may read memory of this process for others."""
         with ExitStack() as undo:
             self._worker = library.open_worker(context)
             undo.callback(library.calls.ucp_worker_destroy, self._worker)
@@ -43,8 +45,9 @@ class Target:
         poll.register(self._events, select.POLLIN)
         poll.register(self._wake_read, select.POLLIN)
         while not self._woken():
-            while calls.ucp_worker_progress(self._worker):
-                pass
+            with self.still:
+                while calls.ucp_worker_progress(self._worker):
+                    pass
             if calls.ucp_worker_arm(self._worker) != ucp.ERR_BUSY:
                 poll.poll(_POLL_MS)
 
@@ -100,15 +103,28 @@ class Connection:
         """False once an error or a deadline has left it in an unknown state."""
         return self._failure == ucp.OK
 
+    def attach(self, key: bytes) -> None:
+        """Makes ready for reads with a key. Raises `UcpError` where its memory is out of reach."""
+        self._keys[key] = self._library.unpack_key(self._endpoint, key)
+
     def get(
-        self, key: bytes, remote: int, local: int, length: int, memh: int, deadline: float, word: RemoteWord | None
+        self,
+        key: bytes,
+        remote: int,
+        local: int,
+        length: int,
+        memh: int | None,
+        deadline: float,
+        word: RemoteWord | None,
     ) -> None:
         """Reads `length` bytes; `deadline` is a monotonic time. After an error the connection is unusable.
 
-        With a `word` that is read, too, behind the bytes and without a further round trip.
+        `memh`: handle of the local memory in the connection's context. With a `word` that is read, too, behind the
+        bytes and without a further round trip.
         """
         try:
-            requests = [self._start(key, remote, local, length, ucp.RequestParam.with_memory(memh))]
+            param = ucp.RequestParam.with_memory(memh) if memh else ucp.RequestParam()
+            requests = [self._start(key, remote, local, length, param)]
             if word:
                 place = word.address, ctypes.addressof(self._word), WORD_BYTES
                 requests.append(self._start(word.key, *place, ucp.RequestParam()))
@@ -130,7 +146,7 @@ class Connection:
     def _start(self, key: bytes, remote: int, local: int, length: int, param: ucp.RequestParam) -> int | None:
         """Posts a GET; the request to wait for, None when it is done already."""
         if key not in self._keys:
-            self._keys[key] = self._library.unpack_key(self._endpoint, key)
+            self.attach(key)
         request = self._library.calls.ucp_get_nbx(
             self._endpoint, local, length, remote, self._keys[key], ucp.byref(param)
         )
