@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reflux_kit.errors import WrongState
+from reflux_runs import config
 from reflux_runs.config import Algorithm, RlConfig, RunConfig
 from reflux_runs.preflight import derive
 from reflux_trainer.advantages import loss_config, training_batch
@@ -19,9 +20,10 @@ from reflux_trainer.evaluate import set_figures
 from reflux_trainer.figures import lag_counts
 from reflux_trainer.problems import sampling_seed
 from reflux_trainer.queue.groups import DeadPrompt
-from reflux_trainer.queue.records import Grade, Group, Sample, Span
+from reflux_trainer.queue.records import Grade, Group, Prompt, Sample, Span
 from reflux_trainer.records import ENDED, STATES, RunRecord
 from reflux_trainer.schedule import learning_rate
+from reflux_trainer.staleness.registry import POLICIES, Staleness
 from reflux_trainer.watchdog import WORKER_FORGOTTEN_ROUNDS, NoProgress, Waits, WorkersGone, WorkerWatch
 from reflux_trainer.window import Window
 
@@ -57,30 +59,65 @@ def test_nothing_to_learn_says_whether_the_task_is_solved_or_hopeless(rewards, s
     assert says in explain(dropped)
 
 
+def prompt(index, version=0):
+    return Prompt(index, [1], {}, version, 0.0)
+
+
+def backlog_of(policy, *, size, max_lag, opened=None):
+    chosen = POLICIES[policy](groups_per_step=size, max_lag=max_lag)
+    return Backlog(chosen, next_index=0, opened=opened or {}), chosen
+
+
 def test_a_batch_waits_for_its_next_index_and_skips_what_was_dropped():
-    backlog = Backlog(next_index=0, groups_per_step=2, closed=[1])
+    backlog, _ = backlog_of("wait", size=2, max_lag=1, opened={0: 0, 2: 0, 3: 0})
+    assert backlog.add(group(1)) is None, "prompt 1 was closed before"
     assert backlog.add(group(3)) is None
     assert backlog.add(group(2, (1.0, 1.0))) == "filtered"
-    assert not backlog.advance(), "prompt 0 is missing"
+    assert backlog.take(0) is None, "prompt 0 is missing"
+    assert backlog.missing() == "prompt 0 (1 are out)"
     assert backlog.add(group(0)) is None
-    assert backlog.advance()
-    assert [each.index for each in backlog.take()] == [0, 3]
-    assert backlog.next_index == 4
+    assert [each.index for each in backlog.take(0)] == [0, 3]
     assert backlog.add(group(3)) is None, "a group that was consumed is ignored"
-    assert not backlog.advance()
+    backlog.issued([prompt(4), prompt(5)])
+    assert backlog.low_water_index == 4
+    assert backlog.take(0) is None
 
 
+def test_pace_takes_what_is_there_until_a_straggler_would_become_too_old():
+    backlog, _ = backlog_of("pace", size=1, max_lag=1, opened={0: 0, 1: 0})
+    backlog.add(group(1))
+    assert [each.index for each in backlog.take(0)] == [1], "prompt 0 has one more version"
+    backlog.issued([prompt(2, 1)])
+    backlog.add(group(2, version=1))
+    assert backlog.take(1) is None, "prompt 0 is due now"
+    backlog.add(group(0))
+    assert [each.index for each in backlog.take(1)] == [0]
+    assert [each.index for each in backlog.take(2)] == [2]
+
+
+def test_drop_waits_for_nobody_and_discards_what_comes_too_late():
+    backlog, _ = backlog_of("drop", size=1, max_lag=1, opened={0: 0, 1: 0, 2: 1})
+    backlog.add(group(2, version=1))
+    assert [each.index for each in backlog.take(2)] == [2]
+    backlog.add(group(0))
+    assert backlog.take(2) is None
+    assert [each.index for each in backlog.discard_stale(2)] == [0]
+    assert backlog.low_water_index == 1
+
+
+@pytest.mark.parametrize("policy", ["wait", "pace", "drop"])
 @given(st.integers(0, 3), st.integers(1, 5), st.integers(1, 12), st.integers(0, 10_000))
-def test_the_lag_bound_holds_and_nothing_is_discarded(max_lag, size, steps, seed):
+def test_the_lag_bound_holds_and_no_run_gets_stuck(policy, max_lag, size, steps, seed):
     """Plays the loop with random delays, filters and deaths; every trained group keeps the bound."""
     chance = random.Random(seed)
-    window = Window(max_lag=max_lag, groups_per_step=size, steps_left=steps)
-    backlog = Backlog(next_index=0, groups_per_step=size)
-    issued, flying, trained, dropped = 0, {}, [], 0
+    backlog, chosen = backlog_of(policy, size=size, max_lag=max_lag)
+    window = Window(capacity=chosen.max_open, groups_per_step=size, steps_left=steps)
+    issued, flying, trained, dropped, discarded = 0, {}, [], 0, 0
     learner = fleet = 0
     while learner < steps:
         for _ in range(window.allowance()):
             flying[issued] = fleet
+            backlog.issued([prompt(issued, fleet)])
             issued += 1
             window.issued(1)
         assert window.open <= (max_lag + 1) * size
@@ -98,14 +135,20 @@ def test_the_lag_bound_holds_and_nothing_is_discarded(max_lag, size, steps, seed
             if backlog.add(arrival):
                 dropped += 1
                 window.dropped(1)
-        if fleet == learner and backlog.advance():  # as in the loop: the last version is settled before the optimizer
-            batch = backlog.take()
+            stale = backlog.discard_stale(learner)
+            discarded += len(stale)
+            window.dropped(len(stale))
+        # As in the loop: a batch may be formed while the last version is on its way, which ends before the optimizer.
+        if (fleet == learner or max_lag) and (batch := backlog.take(learner)) is not None:
             assert max(lag_counts(batch, learner)) <= max_lag
+            window.released(size if fleet < learner else 0)
+            fleet = learner
             trained += [each.index for each in batch]
             learner += 1
-    assert trained == sorted(set(trained))
-    assert len(trained) == steps * size
-    assert issued == len(trained) + dropped, "nothing is issued that training does not need"
+    assert len(trained) == len(set(trained)) == steps * size
+    assert issued == len(trained) + dropped + discarded + len(flying), "nothing is issued that training does not need"
+    assert policy == "drop" or not (discarded or flying)
+    assert policy != "wait" or trained == sorted(trained)
 
 
 def test_the_learning_rate_ramps_up_and_decays_to_its_floor():
@@ -116,8 +159,9 @@ def test_the_learning_rate_ramps_up_and_decays_to_its_floor():
     assert learning_rate(0, 10, 1.0, 0, 0.0) == 1.0
 
 
-def test_the_run_file_offers_exactly_the_estimators_that_exist():
+def test_the_run_file_offers_exactly_the_estimators_and_policies_that_exist():
     assert Algorithm == Known
+    assert config.Staleness == Staleness
 
 
 def test_unknown_rewards_are_left_out_of_the_batch_and_of_the_baseline():

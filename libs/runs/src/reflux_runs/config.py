@@ -12,6 +12,7 @@ Seconds = Annotated[float, Field(gt=0.0, le=86_400.0)]
 
 Algorithm = Literal["grpo", "dr_grpo", "rloo", "leave_one_out"]
 Loss = Literal["ppo", "dual_clip", "reinforce", "cispo", "gspo", "importance_sampling"]
+Staleness = Literal["wait", "pace", "drop"]
 Transport = Literal["auto", "shm", "ucx", "tcp", "nixl"]
 WeightDtype = Literal["float32", "bfloat16"]
 WeightMode = Literal["auto", "swap", "in_place"]
@@ -114,8 +115,16 @@ class RlConfig(_Section):
     """Floor of the linear decay as a share of the peak."""
 
     max_lag: Annotated[int, Field(ge=0, le=1000)] = 1
-    """Largest age of a trained answer in weight versions; 0 is fully synchronous. Nothing is discarded: the window of
-    open prompts is (max_lag + 1) * groups_per_step."""
+    """Largest age of a trained answer in weight versions; 0 is fully synchronous. The window of open prompts is
+    (max_lag + 1) * groups_per_step."""
+
+    staleness: Staleness = "wait"
+    """How `max_lag` is kept. `wait` trains in the order of the prompts, so that a batch never depends on timing; `pace`
+    trains what has arrived, the oldest first, and waits only for what would become too old; both discard nothing.
+    `drop` waits for nobody and discards what arrives too old, which favours quick answers."""
+
+    oversampling: Annotated[float, Field(ge=1.0, le=8.0)] = 1.0
+    """Open prompts per prompt that training needs; `staleness = "drop"` only: room for what comes too late."""
 
     clip_low: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.2
     """Lower clip width: the probability ratio is clipped at 1 - clip_low."""

@@ -1,6 +1,7 @@
 """Checks that cross fields, and the counts that follow from a run file: done before anything starts."""
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
@@ -66,7 +67,7 @@ def derive(config: RunConfig, prompt_tokens: int = FRESH_CONTEXT_TOKENS) -> Coun
     between = (rl.steps - 1) // config.evaluation.every_steps if config.evaluation.every_steps else 0
     return Counts(
         samples_per_step=rl.groups_per_step * rl.samples_per_group,
-        window_prompts=(rl.max_lag + 1) * rl.groups_per_step,
+        window_prompts=math.ceil((rl.max_lag + 1) * rl.groups_per_step * rl.oversampling),
         rl_prompts=rl.steps * rl.groups_per_step,
         rl_samples=rl.steps * rl.groups_per_step * rl.samples_per_group,
         warmup_examples=config.warmup.steps * config.warmup.batch_size,
@@ -127,6 +128,9 @@ def _batch(config: RunConfig) -> list[Refusal]:
     if rl.samples_per_group < needed:
         reason = f"{rl.algorithm} compares answers of one prompt and needs at least {needed}"
         found.append(Refusal("rl.samples_per_group", rl.samples_per_group, reason, "8"))
+    if rl.oversampling > 1 and rl.staleness != "drop":
+        reason = f'asks for prompts that staleness = "{rl.staleness}" would wait for: only "drop" discards'
+        found.append(Refusal("rl.oversampling", rl.oversampling, reason, "1.0"))
     if rl.ramp_steps > rl.steps:
         reason = f"is longer than rl.steps = {rl.steps}"
         found.append(Refusal("rl.ramp_steps", rl.ramp_steps, reason, str(rl.steps // 10)))

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -28,6 +29,7 @@ from reflux_trainer.publish import Probe, Publisher
 from reflux_trainer.queue.groups import GroupQueue
 from reflux_trainer.queue.ledger import Cursor, Ledger
 from reflux_trainer.records import RunRecord
+from reflux_trainer.staleness.registry import POLICIES
 from reflux_trainer.watchdog import Waits
 from reflux_trainer.window import Window
 
@@ -102,7 +104,7 @@ class Assembly:
             checkpoints.attach(learner, tasks, self.cursor.trimmed_op_id, on_commit)
             window, backlog = await self._window_and_backlog()
             questions = Questions(self._task, codec, ahead=2 * rl.groups_per_step)
-            issuer = Issuer(record.run, self._queue, window, questions, self.cursor.next_prompt_index)
+            issuer = Issuer(record.run, self._queue, window, backlog, questions, self.cursor.next_prompt_index)
             verifications = await stack.enter_async_context(open_verifications(self._peers.sandbox, record.run))
             yield Parts(
                 run=record.run,
@@ -163,13 +165,18 @@ class Assembly:
         return Evaluator(run, config, self._tasks, codec, generator, verifications, self._journal, self._waits, tasks)
 
     async def _window_and_backlog(self) -> tuple[Window, Backlog]:
-        """Window and backlog as the ledger says: open prompts of earlier attempts stay open, closed ones closed."""
-        rl, low = self._record.config.rl, self.cursor.low_water_index
-        states = {index: state for index, state in (await self._ledger.states()).items() if index >= low}
-        window = Window(max_lag=rl.max_lag, groups_per_step=rl.groups_per_step, steps_left=rl.steps - self.cursor.step)
-        closed = [index for index, state in states.items() if state not in ("issued", "emitted")]
-        window.issued(len(states) - len(closed))
-        return window, Backlog(next_index=low, groups_per_step=rl.groups_per_step, closed=closed)
+        """Window and backlog as the queue says: what earlier attempts left open stays open."""
+        rl, cursor = self._record.config.rl, self.cursor
+        policy = POLICIES[rl.staleness](groups_per_step=rl.groups_per_step, max_lag=rl.max_lag)
+        window = Window(
+            capacity=math.ceil(policy.max_open * rl.oversampling),
+            groups_per_step=rl.groups_per_step,
+            steps_left=rl.steps - cursor.step,
+            oversampling=rl.oversampling,
+        )
+        opened = await self._queue.opened()
+        window.issued(len(opened))
+        return window, Backlog(policy, next_index=cursor.next_prompt_index, opened=opened)
 
     async def worker_beats(self) -> dict[str, int]:
         """Heartbeats of the rollout workers."""

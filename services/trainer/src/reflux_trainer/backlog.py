@@ -1,12 +1,13 @@
-"""Which groups a batch is made of: by rising prompt index, without those that teach nothing."""
+"""Which prompts are open and which groups have arrived, without those that teach nothing."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 
 from reflux_trainer.algo.rewards import has_signal
 from reflux_trainer.queue.groups import Arrival, Closing, DeadPrompt
-from reflux_trainer.queue.records import Group
+from reflux_trainer.queue.records import Group, Prompt
+from reflux_trainer.staleness.base import StalenessPolicy, Ticket
 
 
 def rewards_of(group: Group) -> np.ndarray:
@@ -25,57 +26,58 @@ def closing_of(arrival: Arrival) -> Closing | None:
 
 
 class Backlog:
-    """Arrived groups that are not consumed yet. Pure.
+    """Open prompts and the groups that have arrived for them. Pure; which of them make a batch is the policy's."""
 
-    Batches are composed in the order of prompt indices and wait for the next one, whatever else has arrived: the
-    composition depends on the rewards only, never on timing.
-    """
-
-    def __init__(self, *, next_index: int, groups_per_step: int, closed: Iterable[int] = ()) -> None:
-        self.next_index = next_index
-        self._size = groups_per_step
-        self._closed = {index for index in closed if index >= next_index}
+    def __init__(self, policy: StalenessPolicy, *, next_index: int, opened: Mapping[int, int]) -> None:
+        """`opened`: weight versions at issue of the prompts that are open already; `next_index` was never issued."""
+        self._policy = policy
+        self._versions = dict(opened)
         self._arrived: dict[int, Group] = {}
-        self._batch: list[Group] = []
+        self._next_index = next_index
+
+    def issued(self, prompts: Iterable[Prompt]) -> None:
+        """Prompts that are open from now on."""
+        for prompt in prompts:
+            self._versions[prompt.index] = prompt.version
+            self._next_index = max(self._next_index, prompt.index + 1)
 
     def add(self, arrival: Arrival) -> Closing | None:
         """Takes an arrival and says why it is dropped, if it is: at once, so that its place is refilled at once.
 
         One that was consumed already is ignored.
         """
-        if arrival.index < self.next_index or arrival.index in self._closed:
+        if arrival.index not in self._versions:
             return None
         closing = closing_of(arrival)
         if closing:
-            self._closed.add(arrival.index)
+            del self._versions[arrival.index]
             return closing
         assert isinstance(arrival, Group)
         self._arrived[arrival.index] = arrival
         return None
 
-    def advance(self) -> bool:
-        """Moves on as far as groups have arrived; True when the batch is full."""
-        while not self.full:
-            if self.next_index in self._arrived:
-                self._batch.append(self._arrived.pop(self.next_index))
-            elif self.next_index in self._closed:
-                self._closed.remove(self.next_index)
-            else:
-                return False
-            self.next_index += 1
-        return True
+    def discard_stale(self, version: int) -> list[Group]:
+        """Arrived groups that the policy discards when the learner is at `version`."""
+        return [self._leave(index) for index in self._policy.stale(self._tickets(), version)]
+
+    def take(self, version: int) -> list[Group] | None:
+        """The next batch, to be trained at `version`; None while it has to be waited for."""
+        chosen = self._policy.choose(self._tickets(), version)
+        return None if chosen is None else [self._leave(index) for index in chosen]
 
     @property
-    def full(self) -> bool:
-        return len(self._batch) == self._size
+    def low_water_index(self) -> int:
+        """All prompts below are closed or in a batch."""
+        return min(self._versions, default=self._next_index)
 
-    @property
-    def waiting(self) -> int:
-        """Groups that have arrived and wait for their turn."""
-        return len(self._arrived)
+    def missing(self) -> str:
+        """The prompts that are waited for, for people: the oldest one, and how many."""
+        out = [index for index in self._versions if index not in self._arrived]
+        return f"prompt {min(out)} ({len(out)} are out)" if out else "prompts to be issued"
 
-    def take(self) -> list[Group]:
-        """The full batch; the next one starts empty."""
-        assert self.full
-        batch, self._batch = self._batch, []
-        return batch
+    def _tickets(self) -> list[Ticket]:
+        return [Ticket(index, version, index in self._arrived) for index, version in self._versions.items()]
+
+    def _leave(self, index: int) -> Group:
+        del self._versions[index]
+        return self._arrived.pop(index)

@@ -46,12 +46,12 @@ def explain(dropped: Sequence[tuple[Arrival, Closing]]) -> str:
 
 @dataclass(frozen=True)
 class Batch:
-    """One step's groups in the order of their indices, and what was dropped while it was formed."""
+    """One step's groups in the order of training, and what was dropped while it was formed."""
 
     groups: Sequence[Group]
     dropped: Sequence[tuple[Arrival, Closing]]
     low_water_index: int
-    """First index behind the batch."""
+    """All prompts below are closed or in the batch."""
 
     @property
     def finished(self) -> list[Group]:
@@ -72,20 +72,19 @@ class BatchFormer:
         self._waits = waits
         self._limit = max(MIN_DROPPED_LIMIT, MAX_DROPPED_BATCHES * groups_per_step)
 
-    async def form(self) -> Batch:
-        """The next full batch. Raises NothingToLearn."""
+    async def form(self, version: int) -> Batch:
+        """The next full batch, to be trained when the learner is at `version`. Raises NothingToLearn."""
         dropped: list[tuple[Arrival, Closing]] = []
-        while not self._backlog.advance():
-            dropped += await self._receive()
-            if len(dropped) > self._limit:
+        while (groups := self._backlog.take(version)) is None:
+            dropped += await self._receive(version)
+            if sum(why != "stale" for _, why in dropped) > self._limit:
                 raise NothingToLearn(explain(dropped))
-        return Batch(self._backlog.take(), dropped, self._backlog.next_index)
+        return Batch(groups, dropped, self._backlog.low_water_index)
 
-    async def _receive(self) -> list[tuple[Arrival, Closing]]:
+    async def _receive(self, version: int) -> list[tuple[Arrival, Closing]]:
         """Waits for arrivals; closes and refills those that are dropped, and returns them."""
-        party = f"the rollout workers to finish prompt {self._backlog.next_index}"
         arrivals: list[Arrival] = []
-        with self._waits.on("wait_rollout", party):
+        with self._waits.on("wait_rollout", f"the rollout workers to finish {self._backlog.missing()}"):
             while not arrivals:
                 arrivals = await self._queue.read(_BLOCK_MS)
         dropped: list[tuple[Arrival, Closing]] = []
@@ -93,6 +92,7 @@ class BatchFormer:
             closing = self._backlog.add(arrival)
             if closing is not None:
                 dropped.append((arrival, closing))
+        dropped += [(group, "stale") for group in self._backlog.discard_stale(version)]
         if dropped:
             await self._queue.close(dropped)
             self._window.dropped(len(dropped))

@@ -6,6 +6,7 @@ from typing import Any
 
 from reflux_kit.telemetry import span, traceparent
 from reflux_tasks.task import Task
+from reflux_trainer.backlog import Backlog
 from reflux_trainer.codec import Codec
 from reflux_trainer.problems import Question, question
 from reflux_trainer.queue.groups import GroupQueue
@@ -47,10 +48,13 @@ class Questions:
 class Issuer:
     """Owns the next prompt index. `fill` may be called by several tasks; one at a time issues."""
 
-    def __init__(self, run: str, queue: GroupQueue, window: Window, questions: Questions, next_index: int) -> None:
+    def __init__(
+        self, run: str, queue: GroupQueue, window: Window, backlog: Backlog, questions: Questions, next_index: int
+    ) -> None:
         self._run = run
         self._queue = queue
         self._window = window
+        self._backlog = backlog
         self._questions = questions
         self._lock = asyncio.Lock()
         self.next_index = next_index
@@ -64,7 +68,9 @@ class Issuer:
             if not count:
                 return 0
             questions = await self._questions.take(self.next_index, count)
-            await self._queue.issue([self._prompt(built, ids) for built, ids in questions])
+            prompts = [self._prompt(built, ids) for built, ids in questions]
+            await self._queue.issue(prompts)
+            self._backlog.issued(prompts)
             self.next_index += count
             self._window.issued(count)
             return count

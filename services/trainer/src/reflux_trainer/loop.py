@@ -15,7 +15,7 @@ async def train(parts: Parts, cursor: Cursor) -> Cursor:
         await parts.issuer.fill()
         if rl.max_lag == 0:
             await parts.publisher.settled()
-        batch = await parts.batches.form()
+        batch = await parts.batches.form(parts.learner.version)
         log.check_lag(batch)
         await parts.checkpoints.settled()
 

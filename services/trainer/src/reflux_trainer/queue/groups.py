@@ -20,7 +20,7 @@ class DeadPrompt:
 
 
 Arrival = Group | DeadPrompt
-Closing = Literal["filtered", "unknown", "dead"]
+Closing = Literal["filtered", "unknown", "dead", "stale"]
 
 
 class GroupQueue:
@@ -53,6 +53,18 @@ class GroupQueue:
                 Group.from_bytes(payload, self._last) if payload else DeadPrompt(int(fields[b"i"]), self._last)
             )
         return arrivals
+
+    async def opened(self) -> dict[int, int]:
+        """Weight version at issue of every prompt on the streams: those that no worker has ended, and what arrived.
+
+        A dead one, which is read and closed at once, has none: -1.
+        """
+        versions: dict[int, int] = {}
+        for key, record in ((self._keys.prompts, Prompt), (self._keys.groups, Group)):
+            for _entry, fields in await self._redis.xrange(key):
+                payload = fields[b"p"]
+                versions[int(fields[b"i"])] = record.from_bytes(payload).version if payload else -1
+        return versions
 
     async def close(self, closed: Iterable[tuple[Arrival, Closing]]) -> None:
         """Marks groups as consumed without training. Raises Fenced."""

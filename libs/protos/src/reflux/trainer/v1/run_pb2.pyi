@@ -370,6 +370,8 @@ class RlConfig(_message.Message):
     VERIFIER_FIELD_NUMBER: _builtins.int
     NO_PROGRESS_SECONDS_FIELD_NUMBER: _builtins.int
     MAX_GRAD_NORM_FIELD_NUMBER: _builtins.int
+    STALENESS_FIELD_NUMBER: _builtins.int
+    OVERSAMPLING_FIELD_NUMBER: _builtins.int
     algorithm: _builtins.str
     """Advantage estimator, for example "grpo"."""
     loss: _builtins.str
@@ -404,6 +406,10 @@ class RlConfig(_message.Message):
     """Seconds without progress after which the run fails with the cause."""
     max_grad_norm: _builtins.float
     """Limit of the gradient's norm; 0 turns it off."""
+    staleness: _builtins.str
+    """How max_lag is kept: "wait", "pace" or "drop"."""
+    oversampling: _builtins.float
+    """Open prompts per prompt that training needs; "drop" only."""
     def __init__(
         self,
         *,
@@ -424,10 +430,12 @@ class RlConfig(_message.Message):
         verifier: _builtins.str | None = ...,
         no_progress_seconds: _builtins.float | None = ...,
         max_grad_norm: _builtins.float | None = ...,
+        staleness: _builtins.str | None = ...,
+        oversampling: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_algorithm", b"_algorithm", "_batch_size", b"_batch_size", "_clip_high", b"_clip_high", "_clip_low", b"_clip_low", "_final_lr_fraction", b"_final_lr_fraction", "_groups_per_step", b"_groups_per_step", "_learning_rate", b"_learning_rate", "_loss", b"_loss", "_max_grad_norm", b"_max_grad_norm", "_max_lag", b"_max_lag", "_max_tokens", b"_max_tokens", "_no_progress_seconds", b"_no_progress_seconds", "_ramp_steps", b"_ramp_steps", "_samples_per_group", b"_samples_per_group", "_steps", b"_steps", "_temperature", b"_temperature", "_verifier", b"_verifier", "algorithm", b"algorithm", "batch_size", b"batch_size", "clip_high", b"clip_high", "clip_low", b"clip_low", "final_lr_fraction", b"final_lr_fraction", "groups_per_step", b"groups_per_step", "learning_rate", b"learning_rate", "loss", b"loss", "max_grad_norm", b"max_grad_norm", "max_lag", b"max_lag", "max_tokens", b"max_tokens", "no_progress_seconds", b"no_progress_seconds", "ramp_steps", b"ramp_steps", "samples_per_group", b"samples_per_group", "steps", b"steps", "temperature", b"temperature", "verifier", b"verifier"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_algorithm", b"_algorithm", "_batch_size", b"_batch_size", "_clip_high", b"_clip_high", "_clip_low", b"_clip_low", "_final_lr_fraction", b"_final_lr_fraction", "_groups_per_step", b"_groups_per_step", "_learning_rate", b"_learning_rate", "_loss", b"_loss", "_max_grad_norm", b"_max_grad_norm", "_max_lag", b"_max_lag", "_max_tokens", b"_max_tokens", "_no_progress_seconds", b"_no_progress_seconds", "_oversampling", b"_oversampling", "_ramp_steps", b"_ramp_steps", "_samples_per_group", b"_samples_per_group", "_staleness", b"_staleness", "_steps", b"_steps", "_temperature", b"_temperature", "_verifier", b"_verifier", "algorithm", b"algorithm", "batch_size", b"batch_size", "clip_high", b"clip_high", "clip_low", b"clip_low", "final_lr_fraction", b"final_lr_fraction", "groups_per_step", b"groups_per_step", "learning_rate", b"learning_rate", "loss", b"loss", "max_grad_norm", b"max_grad_norm", "max_lag", b"max_lag", "max_tokens", b"max_tokens", "no_progress_seconds", b"no_progress_seconds", "oversampling", b"oversampling", "ramp_steps", b"ramp_steps", "samples_per_group", b"samples_per_group", "staleness", b"staleness", "steps", b"steps", "temperature", b"temperature", "verifier", b"verifier"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_algorithm", b"_algorithm", "_batch_size", b"_batch_size", "_clip_high", b"_clip_high", "_clip_low", b"_clip_low", "_final_lr_fraction", b"_final_lr_fraction", "_groups_per_step", b"_groups_per_step", "_learning_rate", b"_learning_rate", "_loss", b"_loss", "_max_grad_norm", b"_max_grad_norm", "_max_lag", b"_max_lag", "_max_tokens", b"_max_tokens", "_no_progress_seconds", b"_no_progress_seconds", "_ramp_steps", b"_ramp_steps", "_samples_per_group", b"_samples_per_group", "_steps", b"_steps", "_temperature", b"_temperature", "_verifier", b"_verifier", "algorithm", b"algorithm", "batch_size", b"batch_size", "clip_high", b"clip_high", "clip_low", b"clip_low", "final_lr_fraction", b"final_lr_fraction", "groups_per_step", b"groups_per_step", "learning_rate", b"learning_rate", "loss", b"loss", "max_grad_norm", b"max_grad_norm", "max_lag", b"max_lag", "max_tokens", b"max_tokens", "no_progress_seconds", b"no_progress_seconds", "ramp_steps", b"ramp_steps", "samples_per_group", b"samples_per_group", "steps", b"steps", "temperature", b"temperature", "verifier", b"verifier"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_algorithm", b"_algorithm", "_batch_size", b"_batch_size", "_clip_high", b"_clip_high", "_clip_low", b"_clip_low", "_final_lr_fraction", b"_final_lr_fraction", "_groups_per_step", b"_groups_per_step", "_learning_rate", b"_learning_rate", "_loss", b"_loss", "_max_grad_norm", b"_max_grad_norm", "_max_lag", b"_max_lag", "_max_tokens", b"_max_tokens", "_no_progress_seconds", b"_no_progress_seconds", "_oversampling", b"_oversampling", "_ramp_steps", b"_ramp_steps", "_samples_per_group", b"_samples_per_group", "_staleness", b"_staleness", "_steps", b"_steps", "_temperature", b"_temperature", "_verifier", b"_verifier", "algorithm", b"algorithm", "batch_size", b"batch_size", "clip_high", b"clip_high", "clip_low", b"clip_low", "final_lr_fraction", b"final_lr_fraction", "groups_per_step", b"groups_per_step", "learning_rate", b"learning_rate", "loss", b"loss", "max_grad_norm", b"max_grad_norm", "max_lag", b"max_lag", "max_tokens", b"max_tokens", "no_progress_seconds", b"no_progress_seconds", "oversampling", b"oversampling", "ramp_steps", b"ramp_steps", "samples_per_group", b"samples_per_group", "staleness", b"staleness", "steps", b"steps", "temperature", b"temperature", "verifier", b"verifier"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__algorithm: _TypeAlias = _typing.Literal["algorithm"]  # noqa: Y015
     _WhichOneofArgType__algorithm: _TypeAlias = _typing.Literal["_algorithm", b"_algorithm"]  # noqa: Y015
@@ -453,10 +461,14 @@ class RlConfig(_message.Message):
     _WhichOneofArgType__max_tokens: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens"]  # noqa: Y015
     _WhichOneofReturnType__no_progress_seconds: _TypeAlias = _typing.Literal["no_progress_seconds"]  # noqa: Y015
     _WhichOneofArgType__no_progress_seconds: _TypeAlias = _typing.Literal["_no_progress_seconds", b"_no_progress_seconds"]  # noqa: Y015
+    _WhichOneofReturnType__oversampling: _TypeAlias = _typing.Literal["oversampling"]  # noqa: Y015
+    _WhichOneofArgType__oversampling: _TypeAlias = _typing.Literal["_oversampling", b"_oversampling"]  # noqa: Y015
     _WhichOneofReturnType__ramp_steps: _TypeAlias = _typing.Literal["ramp_steps"]  # noqa: Y015
     _WhichOneofArgType__ramp_steps: _TypeAlias = _typing.Literal["_ramp_steps", b"_ramp_steps"]  # noqa: Y015
     _WhichOneofReturnType__samples_per_group: _TypeAlias = _typing.Literal["samples_per_group"]  # noqa: Y015
     _WhichOneofArgType__samples_per_group: _TypeAlias = _typing.Literal["_samples_per_group", b"_samples_per_group"]  # noqa: Y015
+    _WhichOneofReturnType__staleness: _TypeAlias = _typing.Literal["staleness"]  # noqa: Y015
+    _WhichOneofArgType__staleness: _TypeAlias = _typing.Literal["_staleness", b"_staleness"]  # noqa: Y015
     _WhichOneofReturnType__steps: _TypeAlias = _typing.Literal["steps"]  # noqa: Y015
     _WhichOneofArgType__steps: _TypeAlias = _typing.Literal["_steps", b"_steps"]  # noqa: Y015
     _WhichOneofReturnType__temperature: _TypeAlias = _typing.Literal["temperature"]  # noqa: Y015
@@ -488,9 +500,13 @@ class RlConfig(_message.Message):
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__no_progress_seconds) -> _WhichOneofReturnType__no_progress_seconds | None: ...
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__oversampling) -> _WhichOneofReturnType__oversampling | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__ramp_steps) -> _WhichOneofReturnType__ramp_steps | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__samples_per_group) -> _WhichOneofReturnType__samples_per_group | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__staleness) -> _WhichOneofReturnType__staleness | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__steps) -> _WhichOneofReturnType__steps | None: ...
     @_typing.overload

@@ -1,0 +1,1 @@
+"""Which arrived groups make the next batch under a bound on lag: one module per policy."""
