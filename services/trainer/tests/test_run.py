@@ -185,7 +185,9 @@ async def test_a_run_whose_workers_never_come_fails_with_phase_party_and_age(wor
         moved = time.monotonic()
         ended = (await events_of(stub, run.name))[-1].run
     assert ended.state == Run.STATE_FAILED
-    assert re.search(r"wait_rollout: waiting for the rollout workers to finish prompt 0 \(6 are out\) since \d+ s", ended.message)
+    assert re.search(
+        r"wait_rollout: waiting for the rollout workers to finish prompt 0 \(6 are out\) since \d+ s", ended.message
+    )
     assert time.monotonic() - moved < 1.0 + 30.0
 
 

@@ -92,7 +92,8 @@ class BatchFormer:
             closing = self._backlog.add(arrival)
             if closing is not None:
                 dropped.append((arrival, closing))
-        dropped += [(group, "stale") for group in self._backlog.discard_stale(version)]
+        for group in self._backlog.discard_stale(version):
+            dropped.append((group, "stale"))
         if dropped:
             await self._queue.close(dropped)
             self._window.dropped(len(dropped))
