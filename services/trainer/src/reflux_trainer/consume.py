@@ -1,5 +1,6 @@
 """Waits for the groups of the next batch; groups that teach nothing are closed and refilled on the way."""
 
+import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -44,6 +45,12 @@ def explain(dropped: Sequence[tuple[Arrival, Closing]]) -> str:
     )
 
 
+def verify_share(began: float, ended: float, last: Group) -> float:
+    """Seconds of the wait [began, ended] for `last` in which its verification went on; the rest is its rollout."""
+    generated = last.claimed_at + last.generate_seconds
+    return max(0.0, min(ended, last.emitted_at) - max(began, generated))
+
+
 @dataclass(frozen=True)
 class Batch:
     """One step's groups in the order of training, and what was dropped while it was formed."""
@@ -52,6 +59,10 @@ class Batch:
     dropped: Sequence[tuple[Arrival, Closing]]
     low_water_index: int
     """All prompts below are closed or in the batch."""
+    formed_at: float = 0.0
+    """Unix time."""
+    verify_wait_seconds: float = 0.0
+    """Part of the wait for its groups in which the one that came last was being verified."""
 
     @property
     def finished(self) -> list[Group]:
@@ -70,23 +81,28 @@ class BatchFormer:
         self._window = window
         self._issuer = issuer
         self._waits = waits
+        self._verify_wait = 0.0
         self._limit = max(MIN_DROPPED_LIMIT, MAX_DROPPED_BATCHES * groups_per_step)
 
     async def form(self, version: int) -> Batch:
         """The next full batch, to be trained when the learner is at `version`. Raises NothingToLearn."""
         dropped: list[tuple[Arrival, Closing]] = []
+        self._verify_wait = 0.0
         while (groups := self._backlog.take(version)) is None:
             dropped += await self._receive(version)
             if sum(why != "stale" for _, why in dropped) > self._limit:
                 raise NothingToLearn(explain(dropped))
-        return Batch(groups, dropped, self._backlog.low_water_index)
+        return Batch(groups, dropped, self._backlog.low_water_index, time.time(), self._verify_wait)
 
     async def _receive(self, version: int) -> list[tuple[Arrival, Closing]]:
         """Waits for arrivals; closes and refills those that are dropped, and returns them."""
         arrivals: list[Arrival] = []
+        began = time.time()
         with self._waits.on("wait_rollout", f"the rollout workers to finish {self._backlog.missing()}"):
             while not arrivals:
                 arrivals = await self._queue.read(_BLOCK_MS)
+        if isinstance(last := arrivals[-1], Group):
+            self._verify_wait += verify_share(began, time.time(), last)
         dropped: list[tuple[Arrival, Closing]] = []
         for arrival in arrivals:
             closing = self._backlog.add(arrival)

@@ -134,7 +134,7 @@ class StepLog:
     ) -> None:
         """Event, spans, transcripts and metrics of the step behind `cursor`."""
         parts, seconds = self._parts, time.monotonic() - self._started
-        times = StepTimes(seconds, parts.waits.drain_spent(), forward.seconds + optim.seconds)
+        times = StepTimes(seconds, parts.waits.drain_spent(), forward.seconds + optim.seconds, batch.formed_at)
         figures = step_figures(
             batch, self._version, forward, optim, times, parts.publisher.last, await parts.queue.depths()
         )
