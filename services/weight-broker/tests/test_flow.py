@@ -247,7 +247,6 @@ BAD = {
     "a handle of another run": ({"regions": [offer(1, handle=OTHERS)]}, "belongs to run 'n', the model to 'm'"),
     "a handle of another transport": ({"regions": [offer(1, transport="ucx")]}, "transport"),
     "an adapter named like a model": ({"kind": ADAPTER}, "kind"),
-    "a model named like an adapter": ({"model_id": "m/adapters/x"}, "kind"),
     "an epoch below 0": ({"kind": WeightVersion.KIND_DELTA, "base_epoch": -1}, "base_epoch"),
     "an epoch that no counter reaches": ({"publisher_epoch": 1 << 60}, "publisher_epoch"),
 }

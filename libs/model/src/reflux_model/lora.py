@@ -5,7 +5,7 @@ names them: `<module>.lora_A.weight` (rank, in) and `<module>.lora_B.weight` (ou
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -85,26 +85,15 @@ def factor_names(module: str) -> tuple[str, str]:
     return f"{module}.lora_A.weight", f"{module}.lora_B.weight"
 
 
-class MergedParameters(Mapping[str, Tensor]):
-    """W + scale * B A of every adapted matrix, added when it is asked for: one matrix at a time takes memory."""
-
-    def __init__(self, params: Parameters, factors: Parameters, spec: LoraSpec) -> None:
-        self._params, self._factors, self._spec = params, factors, spec
-
-    def __getitem__(self, name: str) -> Tensor:
-        weight = self._params[name].detach()
+@torch.no_grad()
+def merged(params: Parameters, factors: Parameters, spec: LoraSpec) -> dict[str, Tensor]:
+    """The parameters with W + scale * B A for every adapted matrix; all others are those handed in."""
+    whole = {name: tensor.detach() for name, tensor in params.items()}
+    for name, weight in whole.items():
         name_a, name_b = factor_names(name.removesuffix(".weight"))
-        if name_b not in self._factors:
-            return weight
-        return torch.addmm(
-            weight, self._factors[name_b].detach(), self._factors[name_a].detach(), alpha=self._spec.scale
-        )
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._params)
-
-    def __len__(self) -> int:
-        return len(self._params)
+        if name_b in factors:
+            whole[name] = torch.addmm(weight, factors[name_b], factors[name_a], alpha=spec.scale)
+    return whole
 
 
 @dataclass(frozen=True)

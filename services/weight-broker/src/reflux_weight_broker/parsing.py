@@ -110,7 +110,7 @@ def parse_manifest(request: pb.BeginVersionRequest, tensors: Tensors) -> Manifes
     """What the publisher offers; `tensors` are those of the named layout."""
     model_id = require_name("model_id", request.model_id)
     kind = _choice("kind", request.kind, _KINDS)
-    if (kind == "adapter") != (ADAPTERS in model_id):
+    if kind == "adapter" and ADAPTERS not in model_id:
         raise InvalidRequest(
             f"kind: versions of kind ADAPTER are those of models <model>{ADAPTERS}<name>", field="kind"
         )

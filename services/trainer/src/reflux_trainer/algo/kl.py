@@ -1,11 +1,12 @@
 """Per-token estimators of KL(policy || reference), with d = lp_ref - lp. Schulman, "Approximating KL divergence"."""
 
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 Estimator = Literal["k1", "k2", "k3"]
+ESTIMATORS: tuple[Estimator, ...] = get_args(Estimator)
 
 
 def kl_estimate(

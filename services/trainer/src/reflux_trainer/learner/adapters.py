@@ -1,14 +1,19 @@
-"""Publishes named parts of the model as versions of their own, on top of the last committed weights."""
+"""Publishes models beside the learner's own: named parts of it on top of its weights, and adapters added into it."""
 
 import asyncio
+from collections import OrderedDict
 from collections.abc import Sequence
 
 from grpc.aio import Channel
 
 from reflux_kit.errors import InvalidRequest
-from reflux_kit.scope import ADAPTERS
+from reflux_model.lora import merged
 from reflux_model.parameters import Parameters
+from reflux_trainer.learner.lora import LoraAdapter
 from reflux_trainer.learner.publish import Outlet, WeightPublisher
+
+_KEPT = 8
+"""Publishers whose arenas stay; each has room for two copies of what it publishes."""
 
 
 def chosen(params: Parameters, tensors: Sequence[str]) -> Parameters:
@@ -19,26 +24,43 @@ def chosen(params: Parameters, tensors: Sequence[str]) -> Parameters:
     return {name: tensor for name, tensor in params.items() if name in set(tensors)}
 
 
-class AdapterPublishers:
-    """Owns one publisher per adapter of a model: `<model>/adapters/<name>` has epochs and arenas of its own."""
+def merged_weights(params: Parameters, adapter: LoraAdapter | None) -> Parameters:
+    """The weights with an adapter added in, or as they are."""
+    return params if adapter is None else merged(params, adapter.params, adapter.spec)
 
-    def __init__(self, channel: Channel, model_id: str, outlet: Outlet) -> None:
-        self._channel, self._model_id, self._outlet = channel, model_id, outlet
-        self._publishers: dict[str, tuple[tuple[str, ...], WeightPublisher]] = {}
 
-    async def of(self, name: str, params: Parameters) -> WeightPublisher:
-        """The publisher of an adapter; an adapter of other tensors begins anew."""
-        tensors, (known, publisher) = tuple(params), self._publishers.get(name, ((), None))
+class PublishersBeside:
+    """Owns one publisher per model that is published beside the learner's: each has epochs and arenas of its own."""
+
+    def __init__(self, channel: Channel, outlet: Outlet) -> None:
+        self._channel, self._outlet = channel, outlet
+        self._publishers: OrderedDict[str, tuple[tuple[str, ...], WeightPublisher]] = OrderedDict()
+        self._turns: dict[str, asyncio.Lock] = {}
+
+    def turn(self, model_id: str) -> asyncio.Lock:
+        """Held while a version of the model is published: one after the other."""
+        return self._turns.setdefault(model_id, asyncio.Lock())
+
+    async def of(self, model_id: str, params: Parameters) -> WeightPublisher:
+        """The publisher of a model; one of other tensors begins anew."""
+        tensors, (known, publisher) = tuple(params), self._publishers.get(model_id, ((), None))
         if publisher is not None and known == tensors:
+            self._publishers.move_to_end(model_id)
             return publisher
         if publisher is not None:
-            await self._publishers.pop(name)[1].close()
-        model_id = f"{self._model_id}{ADAPTERS}{name}"
+            await self._publishers.pop(model_id)[1].close()
         publisher = await asyncio.to_thread(WeightPublisher, self._channel, model_id, params, self._outlet)
-        self._publishers[name] = tensors, publisher
+        self._publishers[model_id] = tensors, publisher
+        await self._close_idle()
         return publisher
 
     async def close(self) -> None:
         """Withdraws all."""
         while self._publishers:
             await self._publishers.popitem()[1][1].close()
+
+    async def _close_idle(self) -> None:
+        """Withdraws the ones that were used longest ago, except those that publish."""
+        idle = [name for name in self._publishers if not self.turn(name).locked()]
+        for name in idle[: max(0, len(self._publishers) - _KEPT)]:
+            await self._publishers.pop(name)[1].close()

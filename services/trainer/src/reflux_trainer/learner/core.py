@@ -108,7 +108,7 @@ class Learner(Trainable):
     def rescored(
         self, groups: Sequence[GroupData], adapter: LoraAdapter | None, loss: LossSpec | None, micro_batch: int = 0
     ) -> BatchFigures:
-        """Log-probs under the present weights, with an adapter or without, and the figures of a loss if one is given."""
+        """Log-probs under the present weights, of an adapter or without, and the figures of a loss if one is given."""
         started = time.perf_counter()
         sums = BatchSums(_count(groups))
         if loss is not None:

@@ -10,7 +10,7 @@ import functools
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
@@ -21,12 +21,15 @@ import torch
 from grpc.aio import Channel
 
 from reflux_kit.errors import NotFound, Unavailable, WrongState
+from reflux_kit.scope import ADAPTERS
 from reflux_model.folder import load_config
 from reflux_storage.stores.base import ObjectStore
 from reflux_storage.stream import ObjectReceipt
-from reflux_trainer.learner.adapters import AdapterPublishers, chosen
+from reflux_trainer.learner.adapter_state import restore_adapter
+from reflux_trainer.learner.adapters import PublishersBeside, chosen, merged_weights
 from reflux_trainer.learner.core import Learner
 from reflux_trainer.learner.journal import Figures, Journal, Kind
+from reflux_trainer.learner.lora import LoraAdapter
 from reflux_trainer.learner.ops import CompletionData, GroupData
 from reflux_trainer.learner.publish import Outlet, PublishOrder, WeightPublisher
 from reflux_trainer.learner.state import StateCapture, restore
@@ -48,9 +51,17 @@ class Session:
     learner: Learner
     journal: Journal
     publisher: WeightPublisher
-    adapters: AdapterPublishers
+    beside: PublishersBeside
+    adapters: dict[str, LoraAdapter] = field(default_factory=dict)
+    """LoRA adapters by name."""
     capture: StateCapture = field(default_factory=StateCapture)
     publishes: OrderedDict[str, asyncio.Task[Published]] = field(default_factory=OrderedDict)
+
+    def adapter(self, name: str) -> LoraAdapter:
+        """A LoRA adapter. Raises NotFound."""
+        if name not in self.adapters:
+            raise NotFound(f"adapter {name!r} is not loaded; call CreateAdapter or LoadState", adapter=name)
+        return self.adapters[name]
 
 
 @dataclass(frozen=True)
@@ -77,7 +88,8 @@ class LearnerHost:
         """The stack's `secret` signs what is published; `opened` makes the backend of a transport."""
         self._broker, self._secret, self._opened = broker, secret, opened
         self._torch = ThreadPoolExecutor(1, "torch", initializer=torch.set_num_threads, initargs=(threads,))
-        self._order = asyncio.Lock()
+        self.order = asyncio.Lock()
+        """Held by what changes a model or an adapter, or must see neither change."""
         self._publishing = asyncio.Lock()
         self._saving = asyncio.Lock()
         self._running: set[asyncio.Task[Any]] = set()
@@ -101,21 +113,17 @@ class LearnerHost:
 
     async def create(self, model_id: str, folder: Path, seed: int, outlet: Outlet) -> Session:
         """Loads a model folder as operation 0; forgets what was there."""
-        return await self._finish(self._create(model_id, folder, seed, outlet))
+        return await self.finish(self._create(model_id, folder, seed, outlet))
 
     async def load(
         self, model_id: str, folder: Path, seed: int, outlet: Outlet, store: ObjectStore, key: str
     ) -> Session:
         """Loads a stored state; `folder` gives the shape. Forgets what was there."""
-        return await self._finish(self._load(model_id, folder, seed, outlet, store, key))
+        return await self.finish(self._load(model_id, folder, seed, outlet, store, key))
 
     async def operate(self, model_id: str, op_id: int, kind: Kind, compute: Callable[[Learner], Figures]) -> Figures:
         """Runs operation `op_id` once; repeated calls get the first answer. Raises `OutOfOrderError`."""
-        return await self._finish(self._operate(model_id, op_id, kind, compute))
-
-    async def score(self, model_id: str, groups: Sequence[GroupData]) -> list[list[list[float]]]:
-        """Log-probs under the present weights."""
-        return await self._in_torch(self.require(model_id).learner.score, groups)
+        return await self.finish(self._operate(model_id, op_id, kind, compute))
 
     async def publish(self, model_id: str, order: PublishOrder) -> Published:
         """Publishes the present weights; the same `request_id` joins or repeats the first call."""
@@ -126,23 +134,28 @@ class LearnerHost:
             session.publishes[order.request_id] = task
             while len(session.publishes) > _KEPT_PUBLISHES:
                 session.publishes.popitem(last=False)
-        return await asyncio.shield(task)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if task.cancelled() and self.session is not session:
+                raise WrongState(f"model {model_id!r} was created or loaded anew meanwhile; repeat the call") from None
+            raise
 
     async def save(self, model_id: str, store: ObjectStore, key: str) -> Saved:
         """Streams the state; operations wait only while it is copied."""
-        return await self._finish(self._save(self.require(model_id), store, key))
+        return await self.finish(self._save(self.require(model_id), store, key))
 
     async def _create(self, model_id: str, folder: Path, seed: int, outlet: Outlet) -> Session:
-        async with self._publishing, self._order:
-            learner = await self._in_torch(Learner.from_folder, folder, seed)
+        async with self._publishing, self.order:
+            learner = await self.in_torch(Learner.from_folder, folder, seed)
             return await self._install(model_id, learner, Journal(), outlet, epoch=0)
 
     async def _load(
         self, model_id: str, folder: Path, seed: int, outlet: Outlet, store: ObjectStore, key: str
     ) -> Session:
-        async with self._publishing, self._order:
+        async with self._publishing, self.order:
             config = await asyncio.to_thread(load_config, folder)
-            restored = await self._in_torch(restore, store, key, config, seed)
+            restored = await self.in_torch(restore, store, key, config, seed)
             return await self._install(model_id, restored.learner, restored.journal, outlet, restored.epoch)
 
     async def _install(self, model_id: str, learner: Learner, journal: Journal, outlet: Outlet, epoch: int) -> Session:
@@ -151,37 +164,59 @@ class LearnerHost:
         if journal.last:
             publisher.restored(epoch)
         await self._forget()
-        adapters = AdapterPublishers(self._broker, model_id, replace(outlet, delta=False))
-        self.session = Session(model_id, learner, journal, publisher, adapters)
+        beside = PublishersBeside(self._broker, replace(outlet, delta=False))
+        self.session = Session(model_id, learner, journal, publisher, beside)
         log.info("model %s is at operation %d, version %d", model_id, journal.last, learner.version)
         return self.session
 
     async def _operate(self, model_id: str, op_id: int, kind: Kind, compute: Callable[[Learner], Figures]) -> Figures:
-        async with self._order:
+        async with self.order:
             session = self.require(model_id)
             known = session.journal.recall(op_id, kind)
             if known is not None:
                 return known
-            figures = await self._in_torch(compute, session.learner)
+            figures = await self.in_torch(compute, session.learner)
             session.journal.record(op_id, kind, figures)
             return figures
 
     async def _publish(self, session: Session, order: PublishOrder) -> Published:
+        if order.publish_as:
+            return await self._publish_beside(session, order)
         async with self._publishing, AsyncExitStack() as until_finished:
             await self._broker_reached(order.sync_timeout_seconds)
-            async with self._order:
+            async with self.order:
                 # From the announcement on replicas wait for the weights, so no operation may come in between.
-                self._check_present(session)
+                self.check_present(session)
                 params, publisher = session.learner.params, session.publisher
                 if order.adapter:
+                    name = f"{session.model_id}{ADAPTERS}{order.adapter}"
+                    await until_finished.enter_async_context(session.beside.turn(name))
                     params = chosen(params, order.adapter_tensors)
-                    publisher = await session.adapters.of(order.adapter, params)
+                    publisher = await session.beside.of(name, params)
                 publishing = await publisher.begin(session.learner.version, order, session.publisher.epoch)
                 await until_finished.enter_async_context(publishing)
-                await self._in_torch(publisher.write, publishing, params)
-                scores = await self._in_torch(_probe_scores, session.learner, order.probe_token_ids)
+                await self.in_torch(publisher.write, publishing, params)
+                scores = await self.in_torch(_probe_scores, session.learner, order.probe_token_ids)
             if scores:
                 await publisher.report_probe(publishing, scores)
+            return await publisher.finish(publishing)
+
+    async def _publish_beside(self, session: Session, order: PublishOrder) -> Published:
+        """Full weights as another model, side by side with publishes of the model and of others."""
+        saved = None
+        if order.merged_from is not None:
+            config = session.learner.config
+            saved = await asyncio.to_thread(restore_adapter, *order.merged_from, config, weights_only=True)
+        async with session.beside.turn(order.publish_as), AsyncExitStack() as until_finished:
+            await self._broker_reached(order.sync_timeout_seconds)
+            async with self.order:
+                self.check_present(session)
+                adapter = saved or (session.adapter(order.merged_adapter) if order.merged_adapter else None)
+                params = await self.in_torch(merged_weights, session.learner.params, adapter)
+                publisher = await session.beside.of(order.publish_as, params)
+                publishing = await publisher.begin(order.version, order)
+                await until_finished.enter_async_context(publishing)
+                await self.in_torch(publisher.write, publishing, params)
             return await publisher.finish(publishing)
 
     async def _broker_reached(self, seconds: float) -> None:
@@ -195,26 +230,32 @@ class LearnerHost:
     async def _save(self, session: Session, store: ObjectStore, key: str) -> Saved:
         started = time.monotonic()
         async with self._saving:
-            async with self._order:
-                self._check_present(session)
+            async with self.order:
+                self.check_present(session)
                 begun = time.monotonic()
-                await self._in_torch(session.capture.take, session.learner, session.journal, session.publisher.epoch)
+                await self.in_torch(session.capture.take, session.learner, session.journal, session.publisher.epoch)
                 op_id, version = session.journal.last, session.learner.version
                 pause = time.monotonic() - begun
             receipt = await asyncio.to_thread(session.capture.write, store, key)
         return Saved(receipt, op_id, version, pause, time.monotonic() - started)
 
-    def _check_present(self, session: Session) -> None:
+    def check_present(self, session: Session) -> None:
+        """Raises WrongState when the session was replaced while its caller waited."""
         if self.session is not session:
             raise WrongState(f"model {session.model_id!r} was created or loaded anew meanwhile; repeat the call")
 
     async def _forget(self) -> None:
         session, self.session = self.session, None
         if session is not None:
-            await session.adapters.close()
+            waiting = [task for task in session.publishes.values() if not task.done()]
+            for task in waiting:
+                task.cancel()  # those beside the model do not hold its lock; nothing in the model depends on them
+            await asyncio.gather(*waiting, return_exceptions=True)
+            await session.beside.close()
             await session.publisher.close()
 
-    async def _finish(self, work: Coroutine[Any, Any, T]) -> T:
+    async def finish(self, work: Coroutine[Any, Any, T]) -> T:
+        """Runs work to its end, even when the caller hangs up."""
         return await asyncio.shield(self._spawn(work))
 
     def _spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
@@ -228,7 +269,8 @@ class LearnerHost:
         if not task.cancelled():
             task.exception()  # seen by the caller, if there still is one
 
-    def _in_torch(self, function: Callable[..., T], *arguments: Any) -> Awaitable[T]:
+    def in_torch(self, function: Callable[..., T], *arguments: Any) -> Awaitable[T]:
+        """Runs a function in the torch thread."""
         return asyncio.get_running_loop().run_in_executor(self._torch, functools.partial(function, *arguments))
 
 

@@ -51,6 +51,10 @@ class Journal:
             raise OutOfOrderError(f"operation {op_id} was {entry.kind}, not {kind}")
         return entry.figures
 
+    def may_load(self, op_id: int) -> bool:
+        """Whether a load of state may be operation `op_id`: it is the next, or repeats the load that was the last."""
+        return op_id == self.last + 1 or (op_id == self.last and op_id not in self._entries)
+
     def record(self, op_id: int, kind: Kind, figures: Figures) -> None:
         """Books the next operation as done."""
         assert op_id == self.last + 1

@@ -10,10 +10,12 @@ from reflux.trainer.v1 import learner_service_pb2 as pb
 from reflux_kit.errors import InvalidRequest
 from reflux_model.config import ModelConfig
 from reflux_trainer.algo.aggregation import AGGREGATIONS, Aggregation
+from reflux_trainer.algo.kl import ESTIMATORS, Estimator
 from reflux_trainer.learner.ops import LOSSES, CompletionData, GroupData, LossName, LossSpec, StepSpec
 from reflux_trainer.learner.publish import WEIGHT_DTYPES, Outlet, PublishOrder
 from reflux_transfer.registry import BACKENDS
 
+_PER_TOKEN = ("behaviour_logprobs", "mask", "advantages", "proximal_logprobs", "reference_logprobs")
 _ADAPTER = re.compile(r"[a-z0-9_-]{1,64}")
 _DEFAULT_EPS = 1e-8
 _DEFAULT_SYNC_SECONDS = 60.0
@@ -53,17 +55,25 @@ def parse_outlet(request: pb.CreateModelRequest | pb.LoadStateRequest) -> Outlet
     return Outlet(transport, WEIGHT_DTYPES[dtype], request.weight_delta)
 
 
+def parse_adapter(name: str) -> str:
+    """An adapter's name."""
+    if not _ADAPTER.fullmatch(name):
+        raise InvalidRequest(f"adapter needs 1 to 64 of a-z, 0-9, - and _, got {name[:80]!r}", field="adapter")
+    return name
+
+
 def parse_publish(request: pb.PublishWeightsRequest, config: ModelConfig) -> PublishOrder:
     """A publish; the probe prompt is empty or has two tokens at least."""
     if not request.request_id:
         raise InvalidRequest("request_id is required: a UUID that makes retries safe")
     if request.sync_timeout_seconds < 0:
         raise InvalidRequest(f"sync_timeout_seconds must be 0 or more, got {request.sync_timeout_seconds}")
-    if request.adapter and not _ADAPTER.fullmatch(request.adapter):
-        raise InvalidRequest(f"adapter may have a-z, 0-9, - and _, got {request.adapter[:80]!r}", field="adapter")
+    if request.adapter:
+        parse_adapter(request.adapter)
+    _check_beside(request)
     probe = request.probe_token_ids
     if probe:
-        _check_ids("probe_token_ids", probe, config)
+        check_ids("probe_token_ids", probe, config)
         if not 2 <= len(probe) <= config.max_positions:
             raise InvalidRequest(f"probe_token_ids must have 2 to {config.max_positions} ids, got {len(probe)}")
     return PublishOrder(
@@ -73,7 +83,23 @@ def parse_publish(request: pb.PublishWeightsRequest, config: ModelConfig) -> Pub
         probe_token_ids=tuple(probe),
         adapter=request.adapter,
         adapter_tensors=tuple(request.adapter_tensors),
+        publish_as=request.publish_as,
+        version=request.version,
+        merged_adapter=request.merged_adapter,
     )
+
+
+def _check_beside(request: pb.PublishWeightsRequest) -> None:
+    if not request.publish_as and (request.merged_adapter or request.merged_objects or request.version):
+        raise InvalidRequest("version and what is merged need publish_as: the model that gets the weights")
+    if request.publish_as and (request.adapter or request.probe_token_ids or request.publish_as == request.model_id):
+        raise InvalidRequest("publish_as names another model than model_id, without adapter and probe_token_ids")
+    if request.merged_adapter and request.merged_objects:
+        raise InvalidRequest("merged_adapter and merged_objects exclude each other")
+    if request.merged_adapter:
+        parse_adapter(request.merged_adapter)
+    if request.version < 0:
+        raise InvalidRequest(f"version must be 0 or more, got {request.version}")
 
 
 def parse_loss(loss: pb.LossConfig) -> LossSpec:
@@ -86,14 +112,25 @@ def parse_loss(loss: pb.LossConfig) -> LossSpec:
         raise InvalidRequest("loss.aggregation 'constant' needs loss.constant_length, for example the token limit")
     _within("loss.clip_low", loss.clip_low, 0.0, 1.0)
     _within("loss.clip_high", loss.clip_high, 0.0, 1e6)
-    _within("loss.tis_cap", loss.tis_cap, 0.0, 1e6)
+    for name in ("tis_cap", "mis_low", "mis_high", "kl_coefficient", "dro_beta", "dual_clip_bound"):
+        _within(f"loss.{name}", getattr(loss, name), 0.0, 1e6)
+    if loss.mis_high < loss.mis_low:
+        raise InvalidRequest(f"loss.mis_high {loss.mis_high} lies below loss.mis_low {loss.mis_low}")
+    if (estimator := loss.kl_estimator or "k3") not in ESTIMATORS:
+        raise InvalidRequest(f"loss.kl_estimator {estimator!r} is not one of {', '.join(ESTIMATORS)}")
     return LossSpec(
         name=cast(LossName, loss.name),
         aggregation=cast(Aggregation, loss.aggregation),
         clip_low=loss.clip_low,
         clip_high=loss.clip_high,
-        dual_clip_bound=_DEFAULT_DUAL_CLIP_BOUND,
+        dual_clip_bound=loss.dual_clip_bound or _DEFAULT_DUAL_CLIP_BOUND,
         tis_cap=loss.tis_cap,
+        mis_low=loss.mis_low,
+        mis_high=loss.mis_high,
+        correction_level="sequence" if loss.correction_per_sequence else "token",
+        kl_coefficient=loss.kl_coefficient,
+        kl_estimator=cast(Estimator, estimator),
+        dro_beta=loss.dro_beta,
         constant_length=loss.constant_length,
     )
 
@@ -126,32 +163,36 @@ def parse_groups(groups: Sequence[pb.PromptGroup], config: ModelConfig) -> list[
 
 
 def _group(where: str, group: pb.PromptGroup, config: ModelConfig) -> GroupData:
-    _check_ids(f"{where}.prompt_token_ids", group.prompt_token_ids, config)
+    check_ids(f"{where}.prompt_token_ids", group.prompt_token_ids, config)
     if not group.completions:
         raise InvalidRequest(f"{where}.completions must not be empty")
     room = config.max_positions - len(group.prompt_token_ids)
     completions = []
     for index, completion in enumerate(group.completions):
         name = f"{where}.completions[{index}]"
-        _check_ids(f"{name}.token_ids", completion.token_ids, config)
+        check_ids(f"{name}.token_ids", completion.token_ids, config)
         count = len(completion.token_ids)
         if count > room:
             raise InvalidRequest(f"{name} has {count} tokens, the model's {config.max_positions} leave {max(0, room)}")
-        for field, values in (("behaviour_logprobs", completion.behaviour_logprobs), ("mask", completion.mask)):
-            if len(values) not in (0, count):
-                raise InvalidRequest(f"{name}.{field} has {len(values)} entries for {count} tokens")
+        for field in _PER_TOKEN:
+            if (entries := len(getattr(completion, field))) not in (0, count):
+                raise InvalidRequest(f"{name}.{field} has {entries} entries for {count} tokens")
         completions.append(
             CompletionData(
                 token_ids=list(completion.token_ids),
                 sampler_logprobs=list(completion.behaviour_logprobs),
                 advantage=completion.advantage,
                 mask=[bool(value) for value in completion.mask],
+                advantages=list(completion.advantages),
+                proximal_logprobs=list(completion.proximal_logprobs),
+                reference_logprobs=list(completion.reference_logprobs),
             )
         )
     return GroupData(list(group.prompt_token_ids), completions)
 
 
-def _check_ids(where: str, ids: Sequence[int], config: ModelConfig) -> None:
+def check_ids(where: str, ids: Sequence[int], config: ModelConfig) -> None:
+    """Raises `InvalidRequest` for no ids, or one that the vocabulary lacks."""
     if not ids:
         raise InvalidRequest(f"{where} must not be empty")
     if max(ids) >= config.vocab_size:

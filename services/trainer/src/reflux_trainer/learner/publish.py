@@ -8,6 +8,7 @@ import torch
 from grpc.aio import AioRpcError, Channel
 
 from reflux_model.parameters import Parameters
+from reflux_storage.stores.base import ObjectStore
 from reflux_trainer.learner.casting import caster
 from reflux_transfer.arenas.publisher import PublisherArenas
 from reflux_transfer.backends.base import TransferBackend
@@ -50,6 +51,13 @@ class PublishOrder:
     adapter: str = ""
     """Name of the adapter that is published instead of the model."""
     adapter_tensors: tuple[str, ...] = ()
+    publish_as: str = ""
+    """Model of broker and gateway that gets full weights as `version`; empty: the model itself."""
+    version: int = 0
+    merged_adapter: str = ""
+    """With `publish_as`: the LoRA adapter that is added in."""
+    merged_from: tuple[ObjectStore, str] | None = None
+    """With `publish_as`: the stored state of the adapter that is added in."""
 
 
 class WeightPublisher:

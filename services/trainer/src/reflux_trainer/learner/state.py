@@ -6,7 +6,7 @@
 Moments are there after the first step, gradients only between ForwardBackward and OptimStep.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,6 +20,7 @@ from reflux_storage.stores.base import ObjectStore
 from reflux_storage.stream import ObjectReceipt, TensorSource, write_tensors
 from reflux_trainer.learner.core import Learner
 from reflux_trainer.learner.journal import Journal
+from reflux_trainer.learner.trainable import Trainable
 
 _STATE_VERSION = 1
 
@@ -48,12 +49,10 @@ class StateCapture:
     def take(self, learner: Learner, journal: Journal, epoch: int) -> None:
         """Copies the state; training stands still for this long."""
         sources = []
-        for part, flat in _flat_parts(learner).items():
+        for part, flat in flat_parts(learner).items():
             if part not in self._copies:
                 self._copies[part] = torch.empty_like(flat)
-            copy = self._copies[part].copy_(flat)
-            for name, view in learner.views(copy).items():
-                sources.append(_source(f"{part}/{name}", view))
+            sources += sources_of(learner, part, self._copies[part].copy_(flat))
         sources += [_source(name, tensor.clone()) for name, tensor in _small(learner, journal, epoch)]
         self._sources = sources
 
@@ -80,18 +79,29 @@ def restore(store: ObjectStore, key: str, config: ModelConfig, seed: int) -> Res
         learner.optimizer.begin(learner.flat)
         learner.optimizer.steps = int(counters[5])
     learner.accumulated = any(name.startswith("gradient/") for name in index.spans)
-    _read_flat(store, index, learner)
+    read_flat(store, index, learner, flat_parts(learner))
     return Restored(learner, journal, int(counters[2]))
 
 
-def _flat_parts(learner: Learner) -> dict[str, Tensor]:
-    parts = {"param": learner.flat}
-    mean, square = learner.optimizer.mean, learner.optimizer.square
+def flat_parts(trainable: Trainable) -> dict[str, Tensor]:
+    """The flat buffers that make up its state."""
+    parts = {"param": trainable.flat}
+    mean, square = trainable.optimizer.mean, trainable.optimizer.square
     if mean is not None and square is not None:
         parts |= {"adam_m": mean, "adam_v": square}
-    if learner.accumulated:
-        parts["gradient"] = learner.gradient
+    if trainable.accumulated:
+        parts["gradient"] = trainable.gradient
     return parts
+
+
+def sources_of(trainable: Trainable, part: str, flat: Tensor) -> list[TensorSource]:
+    """The tensors of a flat buffer, to be written under `part`; the buffer must stay as it is until then."""
+    return [_source(f"{part}/{name}", view) for name, view in trainable.views(flat).items()]
+
+
+def bytes_source(name: str, content: bytes) -> TensorSource:
+    """A tensor of bytes."""
+    return _source(name, torch.frombuffer(bytearray(content), dtype=torch.uint8))
 
 
 def _small(learner: Learner, journal: Journal, epoch: int) -> Iterator[tuple[str, Tensor]]:
@@ -109,18 +119,23 @@ def _small(learner: Learner, journal: Journal, epoch: int) -> Iterator[tuple[str
 
 
 def _read_small(store: ObjectStore, index: TensorIndex) -> dict[str, bytearray]:
-    small = {name: bytearray(span.spec.size_bytes) for name, span in index.spans.items() if name.startswith("learner/")}
-    missing = {"learner/counters", "learner/rng", "learner/journal"} - set(small)
-    if missing:
-        raise StateMismatchError(f"{index.key} is not a learner's state: {', '.join(sorted(missing))} is missing")
+    return read_small(store, index, ("learner/counters", "learner/rng", "learner/journal"), "a learner")
+
+
+def read_small(store: ObjectStore, index: TensorIndex, names: Sequence[str], whose: str) -> dict[str, bytearray]:
+    """Named tensors as bytes. Raises `StateMismatchError`, that it is not `whose` state, when one is missing."""
+    if missing := sorted(set(names) - set(index.spans)):
+        raise StateMismatchError(f"{index.key} is not {whose}'s state: {', '.join(missing)} is missing")
+    small = {name: bytearray(index.spans[name].spec.size_bytes) for name in names}
     read_tensors(store, index, {name: memoryview(raw) for name, raw in small.items()})
     return small
 
 
-def _read_flat(store: ObjectStore, index: TensorIndex, learner: Learner) -> None:
+def read_flat(store: ObjectStore, index: TensorIndex, trainable: Trainable, parts: Mapping[str, Tensor]) -> None:
+    """Fills flat buffers. Raises `StateMismatchError` naming a tensor that is missing or of another shape."""
     targets: dict[str, memoryview] = {}
-    for part, flat in _flat_parts(learner).items():
-        for name, view in learner.views(flat).items():
+    for part, flat in parts.items():
+        for name, view in trainable.views(flat).items():
             key = f"{part}/{name}"
             span = index.spans.get(key)
             if span is None or span.spec.shape != tuple(view.shape) or span.spec.dtype != "F32":

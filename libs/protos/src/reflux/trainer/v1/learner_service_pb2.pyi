@@ -31,6 +31,8 @@ class CreateModelRequest(_message.Message):
     TRANSPORT_FIELD_NUMBER: _builtins.int
     WEIGHT_DTYPE_FIELD_NUMBER: _builtins.int
     WEIGHT_DELTA_FIELD_NUMBER: _builtins.int
+    COMPUTE_DTYPE_FIELD_NUMBER: _builtins.int
+    GRADIENT_CHECKPOINTING_FIELD_NUMBER: _builtins.int
     model_id: _builtins.str
     """Model id, as gateway and broker know it."""
     path: _builtins.str
@@ -43,6 +45,10 @@ class CreateModelRequest(_message.Message):
     """Type in which weights are published: "float32" or "bfloat16"; empty is float32."""
     weight_delta: _builtins.bool
     """Whether versions are published as differences to the committed one, where that is small; bfloat16 only."""
+    compute_dtype: _builtins.str
+    """Type of the passes, "float32" or "bfloat16"; weights, gradients and moments stay float32. Empty is float32."""
+    gradient_checkpointing: _builtins.bool
+    """Whether activations are computed again in the backward pass instead of kept."""
     def __init__(
         self,
         *,
@@ -52,10 +58,12 @@ class CreateModelRequest(_message.Message):
         transport: _builtins.str = ...,
         weight_dtype: _builtins.str = ...,
         weight_delta: _builtins.bool = ...,
+        compute_dtype: _builtins.str = ...,
+        gradient_checkpointing: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["model_id", b"model_id", "path", b"path", "seed", b"seed", "transport", b"transport", "weight_delta", b"weight_delta", "weight_dtype", b"weight_dtype"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["compute_dtype", b"compute_dtype", "gradient_checkpointing", b"gradient_checkpointing", "model_id", b"model_id", "path", b"path", "seed", b"seed", "transport", b"transport", "weight_delta", b"weight_delta", "weight_dtype", b"weight_dtype"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -93,6 +101,9 @@ class Completion(_message.Message):
     BEHAVIOUR_LOGPROBS_FIELD_NUMBER: _builtins.int
     ADVANTAGE_FIELD_NUMBER: _builtins.int
     MASK_FIELD_NUMBER: _builtins.int
+    ADVANTAGES_FIELD_NUMBER: _builtins.int
+    PROXIMAL_LOGPROBS_FIELD_NUMBER: _builtins.int
+    REFERENCE_LOGPROBS_FIELD_NUMBER: _builtins.int
     advantage: _builtins.float
     """Advantage of the completion; the weight of the completion for supervised data."""
     @_builtins.property
@@ -107,6 +118,18 @@ class Completion(_message.Message):
     def mask(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Loss mask, one per token; empty counts all."""
 
+    @_builtins.property
+    def advantages(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Advantages per token, in the place of `advantage`."""
+
+    @_builtins.property
+    def proximal_logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Log-probabilities of the policy that ratios are taken to; empty: see LossConfig.tis_cap."""
+
+    @_builtins.property
+    def reference_logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Log-probabilities of the reference of the KL term; empty has none."""
+
     def __init__(
         self,
         *,
@@ -114,10 +137,13 @@ class Completion(_message.Message):
         behaviour_logprobs: _abc.Iterable[_builtins.float] | None = ...,
         advantage: _builtins.float = ...,
         mask: _abc.Iterable[_builtins.int] | None = ...,
+        advantages: _abc.Iterable[_builtins.float] | None = ...,
+        proximal_logprobs: _abc.Iterable[_builtins.float] | None = ...,
+        reference_logprobs: _abc.Iterable[_builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["advantage", b"advantage", "behaviour_logprobs", b"behaviour_logprobs", "mask", b"mask", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["advantage", b"advantage", "advantages", b"advantages", "behaviour_logprobs", b"behaviour_logprobs", "mask", b"mask", "proximal_logprobs", b"proximal_logprobs", "reference_logprobs", b"reference_logprobs", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -166,8 +192,16 @@ class LossConfig(_message.Message):
     TIS_CAP_FIELD_NUMBER: _builtins.int
     CONSTANT_LENGTH_FIELD_NUMBER: _builtins.int
     DRO_BETA_FIELD_NUMBER: _builtins.int
+    MIS_LOW_FIELD_NUMBER: _builtins.int
+    MIS_HIGH_FIELD_NUMBER: _builtins.int
+    CORRECTION_PER_SEQUENCE_FIELD_NUMBER: _builtins.int
+    KL_COEFFICIENT_FIELD_NUMBER: _builtins.int
+    KL_ESTIMATOR_FIELD_NUMBER: _builtins.int
+    DUAL_CLIP_BOUND_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """"ppo", "reinforce", "cispo", "gspo", "importance_sampling", "cross_entropy", "dual_clip"."""
+    """"ppo", "reinforce", "cispo", "gspo", "gspo_token", "importance_sampling", "cross_entropy", "dual_clip",
+    "decoupled_ppo", "dro".
+    """
     clip_low: _builtins.float
     """Lower clip width."""
     clip_high: _builtins.float
@@ -175,11 +209,25 @@ class LossConfig(_message.Message):
     aggregation: _builtins.str
     """"token_mean", "sequence_mean", "constant" or "sum"."""
     tis_cap: _builtins.float
-    """Truncation of the importance weight exp(lp_old - lp_mu); 0 turns the correction off."""
+    """Truncation of the importance weight exp(lp_old - lp_mu); 0 turns it off. With a correction, and for
+    "decoupled_ppo", the proximal policy lp_old is the present one where none is given, else the sampler's lp_mu.
+    """
     constant_length: _builtins.int
     """Denominator length of "constant" aggregation, in tokens."""
     dro_beta: _builtins.float
     """Weight of the squared log-ratio in "dro"."""
+    mis_low: _builtins.float
+    """The importance weight counts only from here ..."""
+    mis_high: _builtins.float
+    """... to here, and is 0 elsewhere; 0 turns this off."""
+    correction_per_sequence: _builtins.bool
+    """Whether these weights are one per completion instead of one per token."""
+    kl_coefficient: _builtins.float
+    """Share of the KL to the reference in the loss."""
+    kl_estimator: _builtins.str
+    """Estimator of the KL: "k1", "k2" or "k3"; empty is "k3"."""
+    dual_clip_bound: _builtins.float
+    """"dual_clip": bound of the loss for negative advantages, in advantages; 0 is 3."""
     def __init__(
         self,
         *,
@@ -190,10 +238,16 @@ class LossConfig(_message.Message):
         tis_cap: _builtins.float = ...,
         constant_length: _builtins.int = ...,
         dro_beta: _builtins.float = ...,
+        mis_low: _builtins.float = ...,
+        mis_high: _builtins.float = ...,
+        correction_per_sequence: _builtins.bool = ...,
+        kl_coefficient: _builtins.float = ...,
+        kl_estimator: _builtins.str = ...,
+        dual_clip_bound: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["aggregation", b"aggregation", "clip_high", b"clip_high", "clip_low", b"clip_low", "constant_length", b"constant_length", "dro_beta", b"dro_beta", "name", b"name", "tis_cap", b"tis_cap"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["aggregation", b"aggregation", "clip_high", b"clip_high", "clip_low", b"clip_low", "constant_length", b"constant_length", "correction_per_sequence", b"correction_per_sequence", "dro_beta", b"dro_beta", "dual_clip_bound", b"dual_clip_bound", "kl_coefficient", b"kl_coefficient", "kl_estimator", b"kl_estimator", "mis_high", b"mis_high", "mis_low", b"mis_low", "name", b"name", "tis_cap", b"tis_cap"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -776,6 +830,8 @@ class LoadStateRequest(_message.Message):
     ADAPTER_FIELD_NUMBER: _builtins.int
     WEIGHTS_ONLY_FIELD_NUMBER: _builtins.int
     OP_ID_FIELD_NUMBER: _builtins.int
+    COMPUTE_DTYPE_FIELD_NUMBER: _builtins.int
+    GRADIENT_CHECKPOINTING_FIELD_NUMBER: _builtins.int
     model_id: _builtins.str
     """Model id."""
     path: _builtins.str
@@ -798,6 +854,10 @@ class LoadStateRequest(_message.Message):
     """With `adapter`: takes only the weights; moments are zero, gradient and answers are forgotten."""
     op_id: _builtins.int
     """With `adapter`: number that this load has among the adapter's operations; 0 takes the state's own number."""
+    compute_dtype: _builtins.str
+    """Type of the passes, as in CreateModel."""
+    gradient_checkpointing: _builtins.bool
+    """Whether activations are computed again, as in CreateModel."""
     @_builtins.property
     def objects(self) -> _containers.RepeatedCompositeFieldContainer[_checkpoint_pb2.StoredObject]:
         """Objects of the checkpoint."""
@@ -816,10 +876,12 @@ class LoadStateRequest(_message.Message):
         adapter: _builtins.str = ...,
         weights_only: _builtins.bool = ...,
         op_id: _builtins.int = ...,
+        compute_dtype: _builtins.str = ...,
+        gradient_checkpointing: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "model_id", b"model_id", "objects", b"objects", "op_id", b"op_id", "path", b"path", "seed", b"seed", "store_url", b"store_url", "transport", b"transport", "weight_delta", b"weight_delta", "weight_dtype", b"weight_dtype", "weights_only", b"weights_only"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "compute_dtype", b"compute_dtype", "gradient_checkpointing", b"gradient_checkpointing", "model_id", b"model_id", "objects", b"objects", "op_id", b"op_id", "path", b"path", "seed", b"seed", "store_url", b"store_url", "transport", b"transport", "weight_delta", b"weight_delta", "weight_dtype", b"weight_dtype", "weights_only", b"weights_only"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,7 +1,7 @@
 """Weights for having sampled with another policy, w = exp(lp_old - lp_mu), as in `algo.corrections` but in torch.
 
 TIS: min(w, cap). Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training".
-MIS / IcePop: w where low <= w <= high, else 0. Per token, or one per completion: the product over its tokens that count.
+MIS / IcePop: w where low <= w <= high, else 0. Per token, or one per completion: the product of its tokens'.
 """
 
 import torch
