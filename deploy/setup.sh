@@ -22,6 +22,7 @@ apt_install() { # installs system packages ("a b c") when we may, otherwise says
 python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "setup: python3 must be 3.11 or newer" >&2; exit 2; }
 python3 -c 'import venv, ensurepip' 2>/dev/null || apt_install python3-venv "no virtual environment without it"
 /usr/bin/python3 -c 'import pyobjcryst' 2>/dev/null || apt_install python3-pyobjcryst "the full-fidelity verifier (Rietveld) is skipped without it"
+command -v pw.x >/dev/null || apt_install "quantum-espresso quantum-espresso-data" "the DFT verifier is skipped without it"
 if ! command -v slurmctld >/dev/null && ! [ -x /usr/sbin/slurmctld ]; then
   running=" $({ cat /proc/[0-9]*/comm 2>/dev/null || true; } | tr '\n' ' ')"
   apt_install "slurmctld slurmd slurm-client slurmrestd munge slurm-wlm-basic-plugins slurm-wlm-jwt-plugin" \
@@ -42,9 +43,11 @@ echo "setup: creating $venv and installing the packages of constraints.txt (some
 pip() { "$venv/bin/python" -m pip --disable-pip-version-check -q "$@" 2> >(grep -v '^WARNING: Location' >&2); }
 pip install -c constraints.txt torch==2.13.0
 pip install -c constraints.txt hatchling editables
+pip install -c constraints.txt chgnet==0.4.2 # apart: some packages that it asks for are built from source
 packages=()
 for folder in libs/*/ services/*/; do
   case $folder in
+    libs/tasks/) packages+=(-e "./${folder%/}[chemistry]") ;;
     services/trainer/) packages+=(-e "./${folder%/}[learner]") ;;
     services/inference-gateway/) packages+=(-e "./${folder%/}[engine]") ;;
     *) packages+=(-e "./${folder%/}") ;;

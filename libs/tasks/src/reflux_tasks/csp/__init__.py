@@ -1,0 +1,1 @@
+"""Crystal structure prediction on the AFLOW prototypes: from a composition to a structure."""

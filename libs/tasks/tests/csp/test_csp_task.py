@@ -1,0 +1,62 @@
+"""Problems, splits and words of the task."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from reflux_tasks.csp.task import CspTask, composition_key
+from reflux_tasks.options import InvalidOption
+from reflux_tasks.registry import create_task
+from reflux_tasks.task import SPLITS
+
+
+def test_the_registry_creates_the_task(cache_dir: Path) -> None:
+    assert isinstance(create_task("crystal-structure", 0, cache_dir), CspTask)
+    with pytest.raises(InvalidOption, match="space_group_shown"):
+        create_task("crystal-structure", 0, cache_dir, {"space_group_show": True})
+
+
+def test_problems_depend_on_seed_split_and_index_alone(cache_dir: Path, csp: CspTask) -> None:
+    again, other = CspTask.create(0, cache_dir, {}), CspTask.create(1, cache_dir, {})
+    for split in SPLITS:
+        assert [again.problem(split, i) for i in range(30)] == [csp.problem(split, i) for i in range(30)]
+    assert [other.problem("train", i) for i in range(30)] != [csp.problem("train", i) for i in range(30)]
+    assert [other.problem("heldout", i) for i in range(30)] == [csp.problem("heldout", i) for i in range(30)]
+
+
+def test_all_polymorphs_of_a_composition_are_on_one_side(csp: CspTask) -> None:
+    trained, held = ({composition_key(csp.references[i].amounts) for i in part} for part in csp.parts)
+    assert not trained & held
+    assert 0.1 < len(held) / (len(held) + len(trained)) < 0.3
+    for split in ("warmup", "train"):
+        assert {csp.problem(split, i).reference for i in range(300)} <= set(csp.parts[0])
+    assert {csp.problem("heldout", i).reference for i in range(300)} <= set(csp.parts[1])
+    assert set(csp.split_record()["heldout_compositions"]) == held
+
+
+def test_every_answer_is_in_the_vocabulary_and_short_enough(csp: CspTask) -> None:
+    known = set(csp.words)
+    assert len(known) == len(csp.words)
+    for reference in csp.references:
+        words = csp.vocabulary.answer(reference)
+        assert set(words) <= known, reference.name
+        assert len(words) <= csp.max_answer_words
+        assert csp.vocabulary.fits(reference)
+
+
+def test_a_prompt_has_twelve_words_and_the_truth_is_plain_json(csp: CspTask) -> None:
+    for split in SPLITS:
+        problem = csp.problem(split, 5)
+        assert len(csp.prompt_words(problem)) == 12
+        truth = csp.truth(problem)
+        assert json.loads(json.dumps(truth)) == truth
+
+
+def test_a_shown_space_group_leaves_its_polymorphs_only(cache_dir: Path) -> None:
+    shown = CspTask.create(0, cache_dir, {"space_group_shown": True})
+    for index in range(20):
+        problem = shown.problem("train", index)
+        group = shown.references[problem.reference].phase.space_group
+        assert f"sg{group}" in shown.prompt_words(problem)
+        assert {row["space_group"] for row in shown.truth(problem)["known"]} == {group}
