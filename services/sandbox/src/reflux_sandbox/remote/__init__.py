@@ -1,0 +1,1 @@
+"""Where jobs run when it is not a child of this service: one file per mechanism."""
