@@ -39,9 +39,20 @@ class Verifications:
         """Jobs whose end was streamed before CreateVerification returned."""
 
     async def grade(
-        self, key: str, verifier: str, truth: dict[str, Any], answers: Sequence[str], *, seconds: float
+        self,
+        key: str,
+        verifier: str,
+        truth: dict[str, Any],
+        answers: Sequence[str],
+        *,
+        seconds: float,
+        version: int = 0,
+        sample_ids: Sequence[str] = (),
     ) -> list[Grade]:
         """Grades of `answers` to one problem, as one job. Raises PeerAway or Refused.
+
+        `key` is also the job's group, `version` that of the oldest policy that wrote an answer: the sandbox can cancel
+        by both. `sample_ids` are one per answer, or none.
 
         `key` and the answers name the job inside the run: asking again, from any process, finds the same job, and
         answers that were drawn anew never get the grades of the old ones.
@@ -55,6 +66,9 @@ class Verifications:
             deadline_seconds=seconds,
             run=self._run,
             traceparent=traceparent(),
+            group=key,
+            policy_version=version,
+            sample_ids=sample_ids,
         )
         created = await patiently(
             "the sandbox", seconds, lambda left: self._stub.CreateVerification(request, timeout=min(left, 30.0))
