@@ -21,6 +21,8 @@ class LearnerRegistry:
     def __init__(self) -> None:
         self._entries: dict[str, LearnerEntry] = {}
         self._changed = asyncio.Event()
+        self.expected: set[str] = set()
+        """Learners that serve no run of the loop: those of base models of the Tinker API."""
 
     def announce(self, run: str, entry: LearnerEntry) -> None:
         """Stores an announcement."""

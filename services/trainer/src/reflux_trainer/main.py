@@ -6,13 +6,14 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from reflux.trainer.v1.trainer_service_pb2_grpc import add_TrainerServiceServicer_to_server
 from reflux_kit.errors import StartupError
 from reflux_kit.redis import open_redis
-from reflux_kit.server import Mount, Service, serve
+from reflux_kit.server import Bound, Mount, Service, serve
 from reflux_trainer.http import application
 from reflux_trainer.peers import open_peers
 from reflux_trainer.servicer import SERVICE_NAME, TrainerServicer
 from reflux_trainer.settings import TrainerSettings
 from reflux_trainer.store import RunStore
 from reflux_trainer.supervisor import Supervisor
+from reflux_trainer.tinker.opening import open_tinker
 
 
 @asynccontextmanager
@@ -33,7 +34,15 @@ async def build(settings: TrainerSettings) -> AsyncIterator[Service]:
         mount = Mount(servicer, add_TrainerServiceServicer_to_server, SERVICE_NAME)
         # Runs are taken up when the addresses are ours, not before: see Supervisor.
         app = application(supervisor, store, settings.stack_secret)
-        yield Service(mounts=(mount,), http=app, attend=lambda _bound: supervisor)
+        tinker = open_tinker(peers, settings)
+        tinker.mount(app)
+
+        @asynccontextmanager
+        async def attend(_bound: Bound) -> AsyncIterator[None]:
+            async with supervisor, tinker.serving():
+                yield
+
+        yield Service(mounts=(mount,), http=app, attend=attend)
 
 
 def main() -> None:

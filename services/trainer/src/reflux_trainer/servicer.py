@@ -91,7 +91,7 @@ class TrainerServicer(TrainerServiceServicer):
             raise InvalidRequest(f"address {request.address[:80]!r} is not host:port", field="address")
         if not request.incarnation or len(request.incarnation) > 64:
             raise InvalidRequest("incarnation must be a random id of up to 64 characters", field="incarnation")
-        if (await self._store.get(run)).ended:
+        if run not in self._learners.expected and (await self._store.get(run)).ended:
             raise NotFound(f"run {run} has ended: its learner is not needed any more")
         self._learners.announce(run, LearnerEntry(request.address, request.incarnation))
         return pb.RegisterLearnerResponse(heartbeat_seconds=HEARTBEAT_SECONDS)

@@ -6,6 +6,7 @@ from typing import Annotated
 from pydantic import Field
 
 from reflux_kit.settings import ServiceSettings, prefix
+from reflux_trainer.tinker.settings import TinkerEnvironment, TinkerSettings
 
 
 class TrainerSettings(ServiceSettings):
@@ -24,6 +25,9 @@ class TrainerSettings(ServiceSettings):
 
     max_attempts: int = Field(default=5, ge=1)
     """Consecutive attempts without a new step after which a run is given up."""
+
+    tinker: TinkerSettings = Field(default_factory=TinkerEnvironment)
+    """The Tinker API (REFLUX_TINKER_...)."""
 
     @property
     def runs_folder(self) -> Path:

@@ -1,0 +1,134 @@
+"""A trainer with the Tinker API, its peers in this process, and the unmodified SDK against it."""
+
+import asyncio
+import json
+import logging
+from contextlib import asynccontextmanager
+
+import aiohttp
+import tinker
+from tinker import types
+from tinker_peers import VOCABULARY, TinkerGateway, TinkerLearner
+from trainer_peers import Scheduler
+
+from reflux.inference_gateway.v1 import inference_gateway_service_pb2_grpc as gateway_grpc
+from reflux.scheduler.v1 import scheduler_service_pb2_grpc as scheduler_grpc
+from reflux.trainer.v1 import learner_service_pb2_grpc as learner_grpc
+from reflux.trainer.v1 import trainer_service_pb2 as pb
+from reflux.trainer.v1.trainer_service_pb2_grpc import TrainerServiceStub
+from reflux_kit.channel import open_channel
+from reflux_kit.server import Mount, Service, running
+from reflux_kit.settings import ServiceSettings
+from reflux_trainer.main import build
+from reflux_trainer.settings import TrainerSettings
+from reflux_trainer.tinker.fleet import read_base
+from reflux_trainer.tinker.settings import TinkerSettings
+
+KEY = "tml-test-key"
+
+
+class TinkerWorld:
+    """Learner, gateway and scheduler of one test; trainers come and go at one address."""
+
+    def __init__(self, valkey_url, folder):
+        self.url, self.folder = valkey_url, folder
+        self.gateway, self.scheduler = TinkerGateway(), Scheduler()
+        self.learner = TinkerLearner(self.gateway)
+        self.model_folder = folder / "tiny"
+        self.model_folder.mkdir()
+        config = {"vocab_size": VOCABULARY, "max_position_embeddings": 64, "architectures": ["LlamaForCausalLM"]}
+        (self.model_folder / "config.json").write_text(json.dumps(config))
+        self.run = read_base("tiny", self.model_folder).run
+        self.peers, self.http, self.port = "", "", 0
+
+    @asynccontextmanager
+    async def peers_serving(self):
+        mounts = (
+            Mount(self.learner, learner_grpc.add_LearnerServiceServicer_to_server, "reflux.trainer.v1.LearnerService"),
+            Mount(self.gateway, gateway_grpc.add_InferenceGatewayServiceServicer_to_server, "gateway"),
+            Mount(self.scheduler, scheduler_grpc.add_SchedulerServiceServicer_to_server, "scheduler"),
+        )
+        async with running(Service(mounts), ServiceSettings(drain_seconds=0)) as bound:
+            self.peers = bound.grpc
+            yield
+
+    @asynccontextmanager
+    async def trainer(self, *, secret="", **tinker_settings):
+        names = ("scheduler", "gateway", "broker", "sandbox", "checkpoint", "trainer")
+        settings = TrainerSettings(
+            redis_url=self.url,
+            drain_seconds=0,
+            state_dir=str(self.folder),
+            runs_dir=str(self.folder / "runs"),
+            http_listen=f"127.0.0.1:{self.port}",
+            stack_secret=secret,
+            tinker=TinkerSettings(base_models={"tiny": self.model_folder}, **{"poll_seconds": 0.5} | tinker_settings),
+            **{f"{name}_address": self.peers for name in names},
+        )
+        async with (
+            build(settings) as service,
+            running(service, settings) as bound,
+            open_channel(bound.grpc, settings) as channel,
+            self._announcing(TrainerServiceStub(channel)),
+        ):
+            self.http, self.port = f"http://{bound.http}", int(bound.http.rpartition(":")[2])
+            yield self
+
+    @asynccontextmanager
+    async def _announcing(self, stub):
+        async def announce():
+            while True:
+                request = pb.RegisterLearnerRequest(
+                    run=self.run, address=self.peers, incarnation=self.learner.incarnation
+                )
+                await stub.RegisterLearner(request)
+                await asyncio.sleep(0.05)
+
+        task = asyncio.create_task(announce())
+        try:
+            yield
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    async def with_sdk(self, use, **tinker_settings):
+        """A trainer, and `use(service)` in a thread of its own: parts of the SDK block whoever calls them."""
+        async with self.trainer(**tinker_settings):
+            return await self.sdk(use)
+
+    async def sdk(self, use, key=KEY):
+        """`use(service)` against the present trainer."""
+
+        def work():
+            client = tinker.ServiceClient(base_url=self.http, api_key=key)
+            try:
+                return asyncio.run(use(client))
+            finally:
+                client.close("success").result(timeout=20)
+
+        logging.getLogger("tinker").setLevel(logging.ERROR)
+        return await asyncio.to_thread(work)
+
+    async def post(self, path, body, key=KEY):
+        """Status and document of one plain request."""
+        async with (
+            aiohttp.ClientSession(headers={"x-api-key": key}) as http,
+            http.post(f"{self.http}/api/v1/{path}", json=body) as answer,
+        ):
+            return answer.status, await answer.json()
+
+
+def datum(tokens, **inputs):
+    """Predicts each next token of a sequence."""
+    return types.Datum(
+        model_input=types.ModelInput.from_ints(tokens[:-1]), loss_fn_inputs={"target_tokens": tokens[1:], **inputs}
+    )
+
+
+async def train(client, data, loss="cross_entropy", learning_rate=0.1):
+    """One pipelined step: the sum of the loss before it."""
+    backward = client.forward_backward(data, loss)
+    update = client.optim_step(types.AdamParams(learning_rate=learning_rate))
+    result = await backward
+    await update
+    return result
