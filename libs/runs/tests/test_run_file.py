@@ -41,6 +41,8 @@ CATALOG = Catalog(
         ("[rl]\nmax_tokens = 60", "rl.max_tokens", 60, "45 or less"),
         ("[rl]\nramp_steps = 500", "rl.ramp_steps", 500, "15"),
         ('[rl]\nverifier = "lable"', "rl.verifier", "lable", '"label"'),
+        ("[rl]\noversampling = 2.0", "rl.oversampling", 2.0, "1.0"),
+        ("[rl]\nverify_seconds = 600.0", "rl.no_progress_seconds", 180.0, "900"),
         ('[task]\nname = "go"', "task.name", "go", '"xrd-phase-id"'),
         ("[model]\nhidden_size = 100\nnum_heads = 3", "model.hidden_size", 100, "102"),
         ('[model]\npath = "/nonexistent"', "model.path", "/nonexistent", "Hugging Face"),

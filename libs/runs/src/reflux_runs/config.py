@@ -139,13 +139,24 @@ class RlConfig(_Section):
     """Upper bound of generated tokens per answer; prompt and answer must fit the model's context."""
 
     verifier: str = "label"
-    """Verifier of the training reward, one of the task's."""
+    """Verifier of the training reward: one of the task's, or `external/NAME` for jobs that an outside caller completes,
+    an instrument or a person (docs/sandbox.md)."""
 
-    no_progress_seconds: Seconds = 180.0
+    verify_seconds: Annotated[float, Field(gt=0.0, le=604_800.0)] | None = None
+    """Deadline of one verification, from its creation to its grades, waits and retries included; later its rewards are
+    unknown. Less than `no_progress_seconds`, since a run may have nothing to do but wait for one; unset takes 120, or
+    two thirds of a shorter `no_progress_seconds`."""
+
+    no_progress_seconds: Annotated[float, Field(gt=0.0, le=1_209_600.0)] = 180.0
     """The run fails with phase, waiting party and age when nothing has moved for this long."""
 
     max_grad_norm: Annotated[float, Field(ge=0.0, le=1e6)] = 1.0
     """Limit of the gradient's norm; 0 turns it off."""
+
+    @property
+    def verify_deadline_seconds(self) -> float:
+        """`verify_seconds`, or what stands for it."""
+        return min(120.0, self.no_progress_seconds * 2 / 3) if self.verify_seconds is None else self.verify_seconds
 
 
 class EvaluationConfig(_Section):
@@ -182,7 +193,7 @@ class FleetConfig(_Section):
     """Inference replicas."""
 
     rollout_workers: Annotated[int, Field(ge=1, le=4096)] = 2
-    """Rollout workers; each holds up to 16 prompts at once."""
+    """Rollout workers; each holds its share of the open prompts, at least 16."""
 
     transport: Transport = "auto"
     """Way of the weights from learner to replicas: `shm` on one host, `ucx` over any network that UCX finds, `tcp` by

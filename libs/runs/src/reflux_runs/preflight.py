@@ -13,6 +13,8 @@ from reflux_runs.errors import ConfigError, Refusal
 FRESH_CONTEXT_TOKENS = 64
 """Context of a freshly initialised model: prompt and answer of the example fit twice."""
 TASK_GROUP = "reflux.tasks"
+EXTERNAL = "external/"
+"""Prefix of verifiers whose jobs are completed by an outside caller."""
 MAX_BATCH_MIB = 256
 """Largest request that a learner takes, in MiB; one batch is one request."""
 _TOKEN_BYTES = 3
@@ -131,6 +133,12 @@ def _batch(config: RunConfig) -> list[Refusal]:
     if rl.oversampling > 1 and rl.staleness != "drop":
         reason = f'asks for prompts that staleness = "{rl.staleness}" would wait for: only "drop" discards'
         found.append(Refusal("rl.oversampling", rl.oversampling, reason, "1.0"))
+    if rl.verify_deadline_seconds >= rl.no_progress_seconds:
+        reason = (
+            f"is not more than rl.verify_seconds = {rl.verify_deadline_seconds:g}: one verification could end the run"
+        )
+        proposal = f"{1.5 * rl.verify_deadline_seconds:g}"
+        found.append(Refusal("rl.no_progress_seconds", rl.no_progress_seconds, reason, proposal))
     if rl.ramp_steps > rl.steps:
         reason = f"is longer than rl.steps = {rl.steps}"
         found.append(Refusal("rl.ramp_steps", rl.ramp_steps, reason, str(rl.steps // 10)))
@@ -149,7 +157,7 @@ def _task(config: RunConfig, catalog: Catalog) -> list[Refusal]:
             Refusal("task.name", name, "no such task is installed", " or ".join(f'"{task}"' for task in catalog.tasks))
         ]
     known = (catalog.verifiers or {}).get(name, ())
-    if known and config.rl.verifier not in known:
+    if known and config.rl.verifier not in known and not config.rl.verifier.startswith(EXTERNAL):
         reason = f"task {name} has no such verifier"
         return [Refusal("rl.verifier", config.rl.verifier, reason, " or ".join(f'"{verifier}"' for verifier in known))]
     return []

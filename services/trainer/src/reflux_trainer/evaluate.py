@@ -14,7 +14,7 @@ from reflux_trainer.clients.retry import PeerAway, Refused
 from reflux_trainer.clients.verification import Verifications
 from reflux_trainer.codec import Codec
 from reflux_trainer.journal import Journal
-from reflux_trainer.problems import Question, question
+from reflux_trainer.problems import Question, question, verifier_of
 from reflux_trainer.queue.records import Grade
 from reflux_trainer.watchdog import Waits
 
@@ -131,7 +131,7 @@ class Evaluator:
             figures |= set_figures(name, [one.grade for one in answered])
             if name == MAIN_SET and kind == "end":
                 self._transcribe(answered[:TRANSCRIPTS], step, version)
-                self._start_tiers(answered, step)
+                self._start_tiers(answered, step, version)
         await self._journal.write("evaluation", step, self._config.rl.steps, figures, {"kind": kind})
         return figures
 
@@ -176,31 +176,35 @@ class Evaluator:
                 seconds=_ANSWER_SECONDS,
             )
             answer = self._codec.decode(sample.token_ids)
-            return Answered(asked, answer, await self._grade(key, self._config.rl.verifier, asked, answer))
+            grade = await self._grade(key, self._config.rl.verifier, asked, answer, version)
+            return Answered(asked, answer, grade)
         except (PeerAway, Refused) as error:
             log.warning("held-out prompt %d has no grade: %s", asked.index, error)
             return Answered(asked, "", Grade("infra_error", 0.0, message=str(error)))
 
-    async def _grade(self, key: str, tier: str, asked: Question, answer: str) -> Grade:
-        seconds = _TIER_SECONDS.get(tier, _ANSWER_SECONDS)
-        verifier = f"{self._config.task.name}/{tier}"
-        (grade,) = await self._verifications.grade(f"{key}/{tier}", verifier, asked.truth, [answer], seconds=seconds)
+    async def _grade(self, key: str, tier: str, asked: Question, answer: str, version: int) -> Grade:
+        rl = self._config.rl
+        seconds = rl.verify_deadline_seconds if tier == rl.verifier else _TIER_SECONDS[tier]
+        verifier = verifier_of(self._config, tier)
+        (grade,) = await self._verifications.grade(
+            f"{key}/{tier}", verifier, asked.truth, [answer], seconds=seconds, version=version
+        )
         return grade
 
-    def _start_tiers(self, answered: Sequence[Answered], step: int) -> None:
+    def _start_tiers(self, answered: Sequence[Answered], step: int, version: int) -> None:
         evaluation, task = self._config.evaluation, self._tasks[MAIN_SET]
         for tier, count in (("surrogate", evaluation.surrogate_prompts), ("full", evaluation.full_prompts)):
             if count and tier in task.verifiers:
-                self._tiers.append(self._background.create_task(self._tier(tier, answered[:count], step)))
+                self._tiers.append(self._background.create_task(self._tier(tier, answered[:count], step, version)))
 
-    async def _tier(self, tier: str, answered: Sequence[Answered], step: int) -> None:
+    async def _tier(self, tier: str, answered: Sequence[Answered], step: int, version: int) -> None:
         limit = asyncio.Semaphore(TIER_CONCURRENCY)
 
         async def one(each: Answered) -> Grade:
             async with limit:
                 key = f"tier/{step}/{each.question.index}"
                 try:
-                    return await self._grade(key, tier, each.question, each.answer)
+                    return await self._grade(key, tier, each.question, each.answer, version)
                 except (PeerAway, Refused) as error:
                     return Grade("infra_error", 0.0, message=str(error))
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from reflux_runs.config import RunConfig
-from reflux_runs.preflight import Catalog
+from reflux_runs.preflight import EXTERNAL, Catalog
 from reflux_tasks.options import InvalidOption
 from reflux_tasks.registry import create_task, task_names
 from reflux_tasks.task import Split, Task
@@ -44,6 +44,11 @@ def task_options(config: RunConfig) -> dict[str, Any]:
     if config.task.peaks_hidden:
         options["peaks_hidden"] = True
     return options
+
+
+def verifier_of(config: RunConfig, name: str) -> str:
+    """A verifier as the sandbox knows it: those of the run's task go by both names, external ones by their own."""
+    return name if name.startswith(EXTERNAL) else f"{config.task.name}/{name}"
 
 
 def open_task(config: RunConfig, cache_dir: Path, changes: Mapping[str, Any] | None = None) -> Task[Any]:

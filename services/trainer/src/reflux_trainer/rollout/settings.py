@@ -18,11 +18,11 @@ class RolloutSettings(ServiceSettings):
     rank: Annotated[int, Field(validation_alias="REFLUX_RANK")] = 0
     """Rank among the workers of the run."""
 
-    prompts_at_once: int = Field(default=16, ge=1, le=1024)
-    """Prompts that the worker holds at the same time."""
+    prompts_at_once: int = Field(default=0, ge=0, le=1024)
+    """Prompts that the worker holds at the same time; 0: its share of the run's open prompts, at least 16."""
 
     peer_seconds: float = Field(default=120.0, gt=0)
-    """How long a gateway or sandbox that is away is waited for before the prompt goes back to the queue."""
+    """How long a generation may take, a gateway that is away included, before the prompt goes back to the queue."""
 
     heartbeat_seconds: float = Field(default=1.0, gt=0)
     """Pause between two heartbeats of all claims."""

@@ -1,7 +1,8 @@
-"""One rollout worker: up to `prompts_at_once` prompts side by side, from claim to emission."""
+"""One rollout worker: many prompts side by side, from claim to emission."""
 
 import asyncio
 import logging
+import math
 import time
 from dataclasses import dataclass
 
@@ -9,17 +10,28 @@ from redis.exceptions import RedisError
 
 from reflux_kit.telemetry import span, traceparent
 from reflux_runs.config import RunConfig
+from reflux_runs.preflight import derive
 from reflux_trainer.clients.generation import Generator
 from reflux_trainer.clients.retry import PeerAway, Refused
 from reflux_trainer.clients.verification import Verifications
 from reflux_trainer.codec import Codec
-from reflux_trainer.problems import sampling_seed
+from reflux_trainer.problems import sampling_seed, verifier_of
 from reflux_trainer.queue.prompts import MAX_TAKES, Claim, PromptQueue
 from reflux_trainer.queue.records import Generation, Grade, Group
 from reflux_trainer.rollout.settings import RolloutSettings
 
 log = logging.getLogger(__name__)
 _BLOCK_MS = 1000
+
+
+MIN_PROMPTS_AT_ONCE = 16
+MAX_PROMPTS_AT_ONCE = 1024
+
+
+def share_of_window(config: RunConfig) -> int:
+    """A worker's share of the open prompts: one whose verification goes on for long must not hold up another."""
+    share = math.ceil(derive(config).window_prompts / config.fleet.rollout_workers)
+    return min(MAX_PROMPTS_AT_ONCE, max(MIN_PROMPTS_AT_ONCE, share))
 
 
 class ClaimLost(Exception):
@@ -50,6 +62,7 @@ class Worker:
         self._codec = codec
         self._config = config
         self._settings = settings
+        self._most = settings.prompts_at_once or share_of_window(config)
         self._active: dict[int, _Active] = {}
         self._room = asyncio.Event()
         self._room.set()
@@ -74,7 +87,7 @@ class Worker:
 
     @property
     def _free(self) -> int:
-        return self._settings.prompts_at_once - len(self._active)
+        return self._most - len(self._active)
 
     def _start(self, claim: Claim, tasks: asyncio.TaskGroup) -> None:
         index = claim.prompt.index
@@ -149,10 +162,12 @@ class Worker:
         with span("verify", parent=prompt.traceparent, reflux__run=run, reflux__prompt=prompt.index) as current:
             grades = await self._verifications.grade(
                 f"prompt/{prompt.index}",
-                f"{self._config.task.name}/{rl.verifier}",
+                verifier_of(self._config, rl.verifier),
                 prompt.truth,
                 [self._codec.decode(sample.token_ids) for sample in generation.samples],
-                seconds=self._settings.peer_seconds,
+                seconds=rl.verify_deadline_seconds,
+                version=max(0, min(sample.oldest_version for sample in generation.samples)),
+                sample_ids=[f"{run}/{prompt.index}/{number}" for number in range(len(generation.samples))],
             )
             if len(grades) != len(generation.samples):
                 raise Refused(f"the sandbox sent {len(grades)} grades for {len(generation.samples)} answers")

@@ -372,6 +372,7 @@ class RlConfig(_message.Message):
     MAX_GRAD_NORM_FIELD_NUMBER: _builtins.int
     STALENESS_FIELD_NUMBER: _builtins.int
     OVERSAMPLING_FIELD_NUMBER: _builtins.int
+    VERIFY_SECONDS_FIELD_NUMBER: _builtins.int
     algorithm: _builtins.str
     """Advantage estimator, for example "grpo"."""
     loss: _builtins.str
@@ -410,6 +411,8 @@ class RlConfig(_message.Message):
     """How max_lag is kept: "wait", "pace" or "drop"."""
     oversampling: _builtins.float
     """Open prompts per prompt that training needs; "drop" only."""
+    verify_seconds: _builtins.float
+    """Deadline of one verification."""
     def __init__(
         self,
         *,
@@ -432,10 +435,11 @@ class RlConfig(_message.Message):
         max_grad_norm: _builtins.float | None = ...,
         staleness: _builtins.str | None = ...,
         oversampling: _builtins.float | None = ...,
+        verify_seconds: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_algorithm", b"_algorithm", "_batch_size", b"_batch_size", "_clip_high", b"_clip_high", "_clip_low", b"_clip_low", "_final_lr_fraction", b"_final_lr_fraction", "_groups_per_step", b"_groups_per_step", "_learning_rate", b"_learning_rate", "_loss", b"_loss", "_max_grad_norm", b"_max_grad_norm", "_max_lag", b"_max_lag", "_max_tokens", b"_max_tokens", "_no_progress_seconds", b"_no_progress_seconds", "_oversampling", b"_oversampling", "_ramp_steps", b"_ramp_steps", "_samples_per_group", b"_samples_per_group", "_staleness", b"_staleness", "_steps", b"_steps", "_temperature", b"_temperature", "_verifier", b"_verifier", "algorithm", b"algorithm", "batch_size", b"batch_size", "clip_high", b"clip_high", "clip_low", b"clip_low", "final_lr_fraction", b"final_lr_fraction", "groups_per_step", b"groups_per_step", "learning_rate", b"learning_rate", "loss", b"loss", "max_grad_norm", b"max_grad_norm", "max_lag", b"max_lag", "max_tokens", b"max_tokens", "no_progress_seconds", b"no_progress_seconds", "oversampling", b"oversampling", "ramp_steps", b"ramp_steps", "samples_per_group", b"samples_per_group", "staleness", b"staleness", "steps", b"steps", "temperature", b"temperature", "verifier", b"verifier"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_algorithm", b"_algorithm", "_batch_size", b"_batch_size", "_clip_high", b"_clip_high", "_clip_low", b"_clip_low", "_final_lr_fraction", b"_final_lr_fraction", "_groups_per_step", b"_groups_per_step", "_learning_rate", b"_learning_rate", "_loss", b"_loss", "_max_grad_norm", b"_max_grad_norm", "_max_lag", b"_max_lag", "_max_tokens", b"_max_tokens", "_no_progress_seconds", b"_no_progress_seconds", "_oversampling", b"_oversampling", "_ramp_steps", b"_ramp_steps", "_samples_per_group", b"_samples_per_group", "_staleness", b"_staleness", "_steps", b"_steps", "_temperature", b"_temperature", "_verifier", b"_verifier", "_verify_seconds", b"_verify_seconds", "algorithm", b"algorithm", "batch_size", b"batch_size", "clip_high", b"clip_high", "clip_low", b"clip_low", "final_lr_fraction", b"final_lr_fraction", "groups_per_step", b"groups_per_step", "learning_rate", b"learning_rate", "loss", b"loss", "max_grad_norm", b"max_grad_norm", "max_lag", b"max_lag", "max_tokens", b"max_tokens", "no_progress_seconds", b"no_progress_seconds", "oversampling", b"oversampling", "ramp_steps", b"ramp_steps", "samples_per_group", b"samples_per_group", "staleness", b"staleness", "steps", b"steps", "temperature", b"temperature", "verifier", b"verifier", "verify_seconds", b"verify_seconds"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_algorithm", b"_algorithm", "_batch_size", b"_batch_size", "_clip_high", b"_clip_high", "_clip_low", b"_clip_low", "_final_lr_fraction", b"_final_lr_fraction", "_groups_per_step", b"_groups_per_step", "_learning_rate", b"_learning_rate", "_loss", b"_loss", "_max_grad_norm", b"_max_grad_norm", "_max_lag", b"_max_lag", "_max_tokens", b"_max_tokens", "_no_progress_seconds", b"_no_progress_seconds", "_oversampling", b"_oversampling", "_ramp_steps", b"_ramp_steps", "_samples_per_group", b"_samples_per_group", "_staleness", b"_staleness", "_steps", b"_steps", "_temperature", b"_temperature", "_verifier", b"_verifier", "algorithm", b"algorithm", "batch_size", b"batch_size", "clip_high", b"clip_high", "clip_low", b"clip_low", "final_lr_fraction", b"final_lr_fraction", "groups_per_step", b"groups_per_step", "learning_rate", b"learning_rate", "loss", b"loss", "max_grad_norm", b"max_grad_norm", "max_lag", b"max_lag", "max_tokens", b"max_tokens", "no_progress_seconds", b"no_progress_seconds", "oversampling", b"oversampling", "ramp_steps", b"ramp_steps", "samples_per_group", b"samples_per_group", "staleness", b"staleness", "steps", b"steps", "temperature", b"temperature", "verifier", b"verifier"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_algorithm", b"_algorithm", "_batch_size", b"_batch_size", "_clip_high", b"_clip_high", "_clip_low", b"_clip_low", "_final_lr_fraction", b"_final_lr_fraction", "_groups_per_step", b"_groups_per_step", "_learning_rate", b"_learning_rate", "_loss", b"_loss", "_max_grad_norm", b"_max_grad_norm", "_max_lag", b"_max_lag", "_max_tokens", b"_max_tokens", "_no_progress_seconds", b"_no_progress_seconds", "_oversampling", b"_oversampling", "_ramp_steps", b"_ramp_steps", "_samples_per_group", b"_samples_per_group", "_staleness", b"_staleness", "_steps", b"_steps", "_temperature", b"_temperature", "_verifier", b"_verifier", "_verify_seconds", b"_verify_seconds", "algorithm", b"algorithm", "batch_size", b"batch_size", "clip_high", b"clip_high", "clip_low", b"clip_low", "final_lr_fraction", b"final_lr_fraction", "groups_per_step", b"groups_per_step", "learning_rate", b"learning_rate", "loss", b"loss", "max_grad_norm", b"max_grad_norm", "max_lag", b"max_lag", "max_tokens", b"max_tokens", "no_progress_seconds", b"no_progress_seconds", "oversampling", b"oversampling", "ramp_steps", b"ramp_steps", "samples_per_group", b"samples_per_group", "staleness", b"staleness", "steps", b"steps", "temperature", b"temperature", "verifier", b"verifier", "verify_seconds", b"verify_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__algorithm: _TypeAlias = _typing.Literal["algorithm"]  # noqa: Y015
     _WhichOneofArgType__algorithm: _TypeAlias = _typing.Literal["_algorithm", b"_algorithm"]  # noqa: Y015
@@ -475,6 +479,8 @@ class RlConfig(_message.Message):
     _WhichOneofArgType__temperature: _TypeAlias = _typing.Literal["_temperature", b"_temperature"]  # noqa: Y015
     _WhichOneofReturnType__verifier: _TypeAlias = _typing.Literal["verifier"]  # noqa: Y015
     _WhichOneofArgType__verifier: _TypeAlias = _typing.Literal["_verifier", b"_verifier"]  # noqa: Y015
+    _WhichOneofReturnType__verify_seconds: _TypeAlias = _typing.Literal["verify_seconds"]  # noqa: Y015
+    _WhichOneofArgType__verify_seconds: _TypeAlias = _typing.Literal["_verify_seconds", b"_verify_seconds"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__algorithm) -> _WhichOneofReturnType__algorithm | None: ...
     @_typing.overload
@@ -513,6 +519,8 @@ class RlConfig(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__temperature) -> _WhichOneofReturnType__temperature | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__verifier) -> _WhichOneofReturnType__verifier | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__verify_seconds) -> _WhichOneofReturnType__verify_seconds | None: ...
 
 Global___RlConfig: _TypeAlias = RlConfig  # noqa: Y015
 
