@@ -1,7 +1,6 @@
 """Claims, batches, leases and failures, with real children and a real Valkey."""
 
 import asyncio
-import uuid
 
 import pytest
 
@@ -42,7 +41,7 @@ async def submit(store, dispatcher, verifier, *answers, seconds=20.0):
         run="run",
         traceparent="",
     )
-    _, job = await store.create(spec, uuid.uuid4().hex)
+    _, job = await store.create(spec)
     dispatcher.wake(info.fidelity, verifier)
     return job.job_id
 
@@ -116,7 +115,7 @@ async def test_cancelling_kills_the_child_at_work(store, dispatcher):
     job_id = await submit(store, dispatcher, "test/slow", "60")
     while (await store.get(job_id)).state != "running":
         await asyncio.sleep(0.01)
-    assert await store.cancel(job_id)
+    assert await store.cancel_job(job_id)
     dispatcher.abandon(job_id)
     following = await ended(store, await submit(store, dispatcher, "test/slow", "0"))
     assert outcomes(following) == ["scored"]
@@ -134,7 +133,7 @@ async def test_concurrency_is_bounded_per_fidelity(store, dispatcher):
 
 
 class Stuck(PreforkIsolation):
-    async def acquire(self):
+    async def acquire(self, family=""):
         await asyncio.Event().wait()
 
 

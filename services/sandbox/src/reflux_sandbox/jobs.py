@@ -2,9 +2,9 @@
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 Outcome = Literal["scored", "invalid", "timeout", "infra_error", "cancelled"]
 REWARDS: tuple[Outcome, ...] = ("scored", "invalid")
@@ -12,6 +12,11 @@ REWARDS: tuple[Outcome, ...] = ("scored", "invalid")
 
 Fidelity = Literal["rule", "surrogate", "full"]
 FIDELITIES: tuple[Fidelity, ...] = get_args(Fidelity)
+
+EXTERNAL = "external/"
+"""Beginning of the name of a verifier whose jobs wait for an outside caller; such a name is also its queue."""
+REMOTE = "remote"
+"""Queue of the verifiers that run outside this machine."""
 
 State = Literal["queued", "running", "ended"]
 
@@ -41,21 +46,56 @@ class JobSpec:
     traceparent: str
     canonical: tuple[str, ...] = ()
     """What each answer is equal to (`keys.AnswerKeys`); empty: every answer to itself only."""
+    queue: str = ""
+    """Where it waits; empty: in the queue of its fidelity."""
+    request_id: str = ""
+    """Makes creation safe to repeat within a run; empty: a new one."""
+    priority: float = 0.0
+    """Larger goes first; one unit is worth `StoreLimits.priority_seconds` of waiting."""
+    group: str = ""
+    policy_version: int = 0
+    sample_ids: tuple[str, ...] = ()
+    cost_hint_seconds: float = 0.0
+
+    @property
+    def external(self) -> bool:
+        """Whether an outside caller completes it."""
+        return self.queue.startswith(EXTERNAL)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Claimed:
-    """A job that this service holds a lease on."""
+    """A job that somebody holds a lease on."""
 
     job_id: str
+    owner: str
+    """Who: a service, or the token of an outside caller."""
     verifier: str
     payload: str
     answers: tuple[str, ...]
+    """The distinct ones to run; the others have a grade, or another job is at work on them."""
+    numbers: tuple[int, ...]
+    """Their numbers among the distinct answers of the job."""
     run: str
     traceparent: str
     attempt: int
     seconds_left: float
     """Until the deadline, at the time of the claim."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobEnd:
+    """What came of a lease: a grade per claimed answer, or none and an `outcome` for all that have no grade."""
+
+    job: Claimed
+    grades: tuple[Grade, ...] = ()
+    outcome: Outcome | None = None
+    message: str = ""
+    cpu_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        assert self.outcome not in REWARDS, "a reward needs a verdict"
+        assert self.outcome or len(self.grades) == len(self.job.answers), "a grade per claimed answer"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,14 +105,51 @@ class Job:
     job_id: str
     run: str
     verifier: str
+    version: str
+    fidelity: Fidelity
     state: State
+    answers: int
+    """How many answers it has."""
     grades: tuple[Grade, ...]
+    """One per answer when it has ended, else none."""
+    partial: Mapping[int, Grade]
+    """Grades that are known before the end, by number of the answer."""
     attempts: int
     content_hash: str
     cached: bool
+    """Every grade came from the cache or from another job."""
     error: str
     queue_seconds: float
     run_seconds: float
+    priority: float
+    group: str
+    policy_version: int
+    sample_ids: tuple[str, ...]
+    cost_hint_seconds: float
+    cpu_seconds: float
+    """Processor seconds of all attempts; wall-clock seconds of an attempt that was killed."""
+    executed: int
+    """Distinct answers that this job ran itself."""
+    progress: float
+    created: float
+    """Seconds since 1970, as the two below; 0.0 for what has not happened."""
+    deadline: float
+    ended: float
+    heartbeat_age_seconds: float
+    reason: str
+    """Why it is a dead letter."""
+    token: str = field(repr=False)
+    """Right to complete it, when its verifier is external."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Selector:
+    """Which jobs of a run to cancel: what is given must hold."""
+
+    run: str
+    group: str = ""
+    older_than: int = 0
+    """Policy versions below it; 0: any."""
 
 
 def canonical_json(text: str) -> str:
@@ -92,15 +169,21 @@ def _refuse_constant(name: str) -> float:
 
 def answer_keys(spec: JobSpec) -> list[str]:
     """One key per answer, for the result cache and single flight: all that can change its grade, and nothing else."""
-    return [_digest([spec.verifier, spec.version, spec.payload, text]) for text in spec.canonical or spec.answers]
+    problem = payload_hash(spec.payload)
+    return [_digest([spec.verifier, spec.version, problem, text]) for text in spec.canonical or spec.answers]
 
 
-def content_hash(spec: JobSpec) -> str:
+def payload_hash(payload: str) -> str:
+    """Address under which equal payloads are stored once."""
+    return _digest([payload])
+
+
+def content_hash(keys: Sequence[str]) -> str:
     """Key of a whole job: of its answers in their order."""
-    return _digest(answer_keys(spec))
+    return _digest(keys)
 
 
-def _digest(parts: list[str]) -> str:
+def _digest(parts: Sequence[str]) -> str:
     digest = hashlib.sha256()
     for part in parts:
         raw = part.encode()
@@ -109,27 +192,16 @@ def _digest(parts: list[str]) -> str:
     return digest.hexdigest()[:32]
 
 
-def unknown(outcome: Outcome, count: int, message: str) -> tuple[Grade, ...]:
-    """`count` grades that say why there is no reward."""
-    assert outcome not in REWARDS, "a reward needs a verdict"
-    return tuple(Grade(outcome=outcome, message=message) for _ in range(count))
+def grade_to_json(grade: Grade) -> str:
+    """A compact row [outcome, reward, figures, message]."""
+    row = [grade.outcome, grade.reward, dict(grade.figures), grade.message]
+    return json.dumps(row, allow_nan=False, separators=(",", ":"))
 
 
-def worth_keeping(grades: tuple[Grade, ...]) -> bool:
-    """Whether equal work may be answered with these grades: only when every one is a reward."""
-    return bool(grades) and all(grade.outcome in REWARDS for grade in grades)
-
-
-def grades_to_json(grades: tuple[Grade, ...]) -> str:
-    """Compact rows [outcome, reward, figures, message]."""
-    rows = [[grade.outcome, grade.reward, dict(grade.figures), grade.message] for grade in grades]
-    return json.dumps(rows, allow_nan=False, separators=(",", ":"))
-
-
-def grades_from_json(text: str) -> tuple[Grade, ...]:
-    """Inverse of `grades_to_json`."""
-    rows: list[list[Any]] = json.loads(text)
-    return tuple(Grade(outcome=row[0], reward=row[1], figures=row[2], message=row[3]) for row in rows)
+def grade_from_json(text: bytes) -> Grade:
+    """Inverse of `grade_to_json`."""
+    outcome, reward, figures, message = json.loads(text)
+    return Grade(outcome=outcome, reward=reward, figures=figures, message=message)
 
 
 def parse_child_grades(rows: object, count: int) -> tuple[Grade, ...]:

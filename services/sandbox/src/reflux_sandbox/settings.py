@@ -7,6 +7,7 @@ from pydantic import Field
 from reflux_kit.settings import ServiceSettings, prefix
 from reflux_sandbox.dispatcher import DispatchLimits
 from reflux_sandbox.isolation.base import ChildLimits
+from reflux_sandbox.remote.settings import RemoteSettings
 from reflux_sandbox.store import StoreLimits
 
 
@@ -43,15 +44,24 @@ class SandboxSettings(ServiceSettings):
     batch_seconds: float = Field(default=0.5, ge=0)
     """How long such a child takes new jobs, so that one fork (some ms) serves many; 0 ends it with its first claim."""
 
-    most_queued: int = Field(default=10_000, ge=1)
+    remote_concurrency: int = Field(default=256, ge=1, le=4096)
+    """Jobs at work outside this machine at one time."""
+
+    most_queued: int = Field(default=100_000, ge=1)
     """Jobs that may wait per fidelity."""
+
+    most_stored_bytes: int = Field(default=4 << 30, ge=1 << 20)
+    """Payloads and answers of jobs that have not ended, in Redis; equal payloads are stored once."""
+
+    priority_seconds: float = Field(default=60.0, gt=0)
+    """Waiting time that one unit of priority is worth."""
 
     lease_seconds: float = Field(default=6.0, gt=0.1)
     most_attempts: int = Field(default=3, ge=1)
-    keep_seconds: int = Field(default=3600, ge=1)
+    keep_seconds: int = Field(default=3600, ge=1, le=31_536_000)
     """How long an ended job can be read."""
 
-    cache_seconds: int = Field(default=86_400, ge=1)
+    cache_seconds: int = Field(default=86_400, ge=1, le=31_536_000)
     """How long grades answer equal work."""
 
     child_memory_bytes: int = Field(default=2 << 30, ge=64 << 20)
@@ -67,6 +77,9 @@ class SandboxSettings(ServiceSettings):
 
     graders: str = "reflux_sandbox.isolation.graders"
     """Module with the class LoadedVerifiers that the warm parent loads; empty for none."""
+
+    remote: RemoteSettings = RemoteSettings()
+    """Jobs that run elsewhere, JSON in the environment: {"routes": {"full": "slurm"}, "slurm": {"folder": "/data"}}."""
 
     import_folders: tuple[str, ...] = ()
     """Further folders that children import from (a JSON list in the environment)."""
@@ -91,6 +104,8 @@ class SandboxSettings(ServiceSettings):
         """Bounds of the job store."""
         return StoreLimits(
             most_queued=self.most_queued,
+            most_bytes=self.most_stored_bytes,
+            priority_seconds=self.priority_seconds,
             lease_seconds=self.lease_seconds,
             most_attempts=self.most_attempts,
             keep_seconds=self.keep_seconds,
@@ -105,6 +120,7 @@ class SandboxSettings(ServiceSettings):
                 "surrogate": self.surrogate_concurrency,
                 "full": self.full_concurrency,
             },
+            remote_concurrency=self.remote_concurrency,
             batch_jobs=self.batch_jobs,
             batch_seconds=self.batch_seconds,
             memory_bytes=self.child_memory_bytes,
