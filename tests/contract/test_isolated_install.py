@@ -22,7 +22,7 @@ NEEDS_TORCH = {
     "reflux_inference_gateway": "reflux_inference_gateway.engine",
 }
 NEEDS_EXTRA = {
-    "ray": "reflux_scheduler.backends.ray.driver.",
+    "ray": "reflux_scheduler.backends.ray.driver.,reflux_sandbox.remote.ray_driver",
     "reflux-transfer": "reflux_inference_gateway.foreign.",
 }
 """Distributions of extras that an image may lack, and the modules that import them."""

@@ -11,6 +11,7 @@ import asyncio
 import json
 import os
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import ray
@@ -20,11 +21,14 @@ from reflux_sandbox.remote.ray_actor import Grader
 
 _CLOSE_SECONDS = 5.0
 
+Say = Callable[[dict[str, Any]], None]
+
 
 class Driver:
     """Gives each request to the least busy grader."""
 
-    def __init__(self, opening: dict[str, Any]) -> None:
+    def __init__(self, opening: dict[str, Any], say: Say) -> None:
+        self._say = say
         self._jobs = max(1, int(opening["cpus"]))
         options: dict[str, Any] = {"num_cpus": opening["cpus"], "resources": opening["resources"], "max_restarts": -1}
         options |= {"max_concurrency": self._jobs + 2, "scheduling_strategy": "SPREAD"}
@@ -58,14 +62,14 @@ class Driver:
             self._busy[chosen] += 1
             reference = self._actors[chosen].grade.remote(request)
             try:
-                _say({"number": number, "answer": await reference})
+                self._say({"number": number, "answer": await reference})
             except asyncio.CancelledError:
                 ray.cancel(reference)
                 raise
             except RayTaskError as error:
-                _say({"number": number, "answer": {"error": "crash", "message": str(error.cause)[:2000]}})
+                self._say({"number": number, "answer": {"error": "crash", "message": str(error.cause)[:2000]}})
             except (RayActorError, RayError) as error:
-                _say({"number": number, "lost": f"{type(error).__name__}: {error}"[:500]})
+                self._say({"number": number, "lost": f"{type(error).__name__}: {error}"[:500]})
             finally:
                 self._busy[chosen] -= 1
 
@@ -74,25 +78,29 @@ async def _awaited(reference: Any) -> Any:
     return await reference
 
 
-def _say(message: dict[str, Any]) -> None:
-    os.write(_OUTPUT, json.dumps(message).encode() + b"\n")
+def _private_output() -> Say:
+    """Writes lines to what was stdout. Ray and whatever it loads may print: that goes to stderr from here on."""
+    output = os.dup(1)
+    os.dup2(2, 1)
+    return lambda message: _write(output, json.dumps(message).encode() + b"\n")
 
 
-async def _serve() -> None:
+def _write(output: int, line: bytes) -> None:
+    while line:
+        line = line[os.write(output, line) :]
+
+
+async def _serve(say: Say) -> None:
     reader = asyncio.StreamReader(limit=64 << 20)
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
     opening = json.loads(await reader.readline())["open"]
     ray.init(opening["address"], log_to_driver=False, configure_logging=False)
-    driver = Driver(opening)
-    _say({"opened": True})
+    driver = Driver(opening, say)
+    say({"opened": True})
     while line := await reader.readline():
         driver.obey(json.loads(line))
     await driver.close()
 
 
-# Ray and whatever it loads may print: only we write to what was stdout.
-_OUTPUT = os.dup(1)
-os.dup2(2, 1)
-
 if __name__ == "__main__":
-    asyncio.run(_serve())
+    asyncio.run(_serve(_private_output()))
