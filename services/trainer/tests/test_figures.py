@@ -7,6 +7,7 @@ import pytest
 from reflux.trainer.v1 import learner_service_pb2 as pb
 from reflux_trainer.consume import Batch, verify_share
 from reflux_trainer.figures import StepTimes, step_figures
+from reflux_trainer.milestones import Milestones
 from reflux_trainer.queue.records import Grade, Group, Sample, Span
 
 
@@ -60,3 +61,20 @@ def test_idle_time_has_a_cause_and_discarded_tokens_are_counted():
     assert (found["tokens/discarded"], found["tokens/generated"]) == (6, 18)
     assert found["tokens_per_compute_second"] == 2.0
     assert (found["groups/stale"], found["groups/filtered"]) == (1, 1)
+
+
+def test_the_parts_of_the_time_to_the_first_batch_sum_up():
+    times = iter([100.0, 101.0, 103.0, 103.5, 110.0])
+    milestones = Milestones(lambda: next(times))
+    milestones.mark("prepare")
+    assert milestones.figures() == {}
+    milestones.mark("place")
+    milestones.mark("place")
+    milestones.mark("rollout")
+    milestones.mark("rollout")
+    assert milestones.figures() == {
+        "first_batch": 3.5,
+        "first_batch/prepare": 1.0,
+        "first_batch/place": 2.0,
+        "first_batch/rollout": 0.5,
+    }

@@ -22,6 +22,7 @@ from reflux_trainer.evaluate import Evaluator
 from reflux_trainer.issue import Issuer, Questions
 from reflux_trainer.journal import Journal
 from reflux_trainer.learner_client import LearnerClient, ModelSource
+from reflux_trainer.milestones import Milestones
 from reflux_trainer.parts import Parts
 from reflux_trainer.peers import Peers
 from reflux_trainer.problems import catalog, evaluation_tasks, fingerprint, question, with_prompt
@@ -46,8 +47,10 @@ class Assembly:
         waits: Waits,
         control: Control,
         warn: Callable[[str], Awaitable[None]],
+        milestones: Milestones,
     ) -> None:
         self._record = record
+        self._milestones = milestones
         self._peers = peers
         self._waits = waits
         self._control = control
@@ -124,6 +127,7 @@ class Assembly:
                 window=window,
                 issuer=issuer,
                 batches=BatchFormer(self._queue, backlog, window, issuer, self._waits, rl.groups_per_step),
+                milestones=self._milestones,
             )
 
     @property

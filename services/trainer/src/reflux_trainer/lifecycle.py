@@ -14,6 +14,7 @@ from reflux_trainer.control import Control
 from reflux_trainer.export import export_final
 from reflux_trainer.loop import train
 from reflux_trainer.memory import MemoryPeak
+from reflux_trainer.milestones import Milestones
 from reflux_trainer.parts import Parts
 from reflux_trainer.peers import Peers
 from reflux_trainer.processes import RunProcesses, StartTimedOut
@@ -51,7 +52,8 @@ class Attempt:
         self._waits = Waits()
         self._memory = MemoryPeak(peers.settings.stack_pid)
         self._phases: defaultdict[str, float] = defaultdict(float)
-        self._assembly = Assembly(record, peers, self._waits, control, on_warning)
+        self._milestones = Milestones()
+        self._assembly = Assembly(record, peers, self._waits, control, on_warning, self._milestones)
         self.processes: RunProcesses | None = None
         self._audit: Audit | None = None
         self._failures: Sequence[str] = ()
@@ -69,29 +71,35 @@ class Attempt:
     async def _started(self) -> RunProcesses:
         with self._waits.on("start", "the task's data, the run's folder and its newest checkpoint"):
             await self._assembly.prepare()
+        self._milestones.mark("prepare")
         record = self._record
         processes = RunProcesses(record.run, record.attempt, record.config, self._assembly.model, self._peers)
         self.processes = processes
         with self._waits.on("start", "the scheduler to place the run's job"):
             await self._on_job(await processes.start(record.job))
+        self._milestones.mark("place")
         return processes
 
     async def _stages(self, parts: Parts, processes: RunProcesses) -> None:
         config, cursor = self._record.config, self._assembly.cursor
         with self._phase("start"):
             await self._learner_ready(parts, processes, cursor)
+        self._milestones.mark("load")
         if cursor.warmup_step < config.warmup.steps:
             await self._on_state("WARMING_UP")
             with self._phase("warmup"):
                 cursor = await warm_up(parts, cursor)
+            self._milestones.mark("warmup")
         with self._phase("start"):
             deadline = time.monotonic() + self._peers.settings.start_seconds
             await processes.fleet_ready(self._waits, deadline)
             await self._first_publish(parts)
+        self._milestones.mark("fleet")
         # Later weights must not pass for those after warm-up.
         if cursor.step == 0 and not self._assembly.evaluated(0):
             with self._phase("evaluation"):
                 await parts.evaluator.full(0, parts.issuer.version)
+            self._milestones.mark("evaluation")
         await self._on_state("RUNNING")
         with self._phase("rl"):
             cursor = await train(parts, cursor)

@@ -16,6 +16,7 @@ async def train(parts: Parts, cursor: Cursor) -> Cursor:
         if rl.max_lag == 0:
             await parts.publisher.settled()
         batch = await parts.batches.form(parts.learner.version)
+        parts.milestones.mark("rollout")
         log.check_lag(batch)
         await parts.checkpoints.settled()
 

@@ -14,6 +14,7 @@ from reflux_trainer.evaluate import Evaluator
 from reflux_trainer.issue import Issuer
 from reflux_trainer.journal import Journal
 from reflux_trainer.learner_client import LearnerClient
+from reflux_trainer.milestones import Milestones
 from reflux_trainer.publish import Publisher
 from reflux_trainer.queue.groups import GroupQueue
 from reflux_trainer.queue.ledger import Ledger
@@ -42,3 +43,4 @@ class Parts:
     window: Window
     issuer: Issuer
     batches: BatchFormer
+    milestones: Milestones

@@ -83,6 +83,7 @@ class StepLog:
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
         self._refused = 0
+        self._told_first_batch = False
         self._version = parts.learner.version
         self._started = 0.0
         self.begin()
@@ -138,6 +139,9 @@ class StepLog:
         figures = step_figures(
             batch, self._version, forward, optim, times, parts.publisher.last, await parts.queue.depths()
         )
+        if not self._told_first_batch:
+            self._told_first_batch = True
+            figures |= parts.milestones.figures()
         figures["learning_rate"] = rl_rate(parts.config.rl, cursor.step - 1)
         detail: dict[str, Any] = {"lag": dict(lag_counts(batch.groups, self._version)), "applied": optim.applied}
         if failures := parts.checkpoints.drain_failures():
