@@ -14,6 +14,8 @@ from reflux_sandbox import metrics
 from reflux_sandbox.code_runner import CodeRunner
 from reflux_sandbox.dispatcher import Dispatcher
 from reflux_sandbox.isolation.choose import open_isolation
+from reflux_sandbox.remote.choose import open_places
+from reflux_sandbox.remote.node import node_values
 from reflux_sandbox.servicer import MOST_WATCHERS, SERVICE_NAME, SandboxServicer
 from reflux_sandbox.settings import SandboxSettings
 from reflux_sandbox.store import VerificationStore
@@ -29,7 +31,7 @@ def identity(settings: SandboxSettings) -> str:
 
 @asynccontextmanager
 async def build(settings: SandboxSettings) -> AsyncIterator[Service]:
-    """Owns Redis, the isolation mechanism and the dispatcher."""
+    """Owns Redis, the isolation mechanism, places elsewhere and the dispatcher."""
     async with AsyncExitStack() as stack:
         client = await stack.enter_async_context(open_redis(settings.redis_url))
         watching = await stack.enter_async_context(open_redis(settings.redis_url, max_connections=MOST_WATCHERS))
@@ -40,7 +42,10 @@ async def build(settings: SandboxSettings) -> AsyncIterator[Service]:
         isolation, reasons = await stack.enter_async_context(open_isolation(settings.isolation, **options))
         metrics.observe(isolation)
         store = VerificationStore(client, identity(settings), settings.store_limits(), watching=watching)
-        dispatcher = await stack.enter_async_context(Dispatcher(store, isolation, settings.dispatch_limits()))
+        places = await stack.enter_async_context(open_places(settings.remote, node_values(settings)))
+        limits = settings.dispatch_limits()
+        work = Dispatcher(store, isolation, limits, route=places.route, elsewhere=places.verifiers)
+        dispatcher = await stack.enter_async_context(work)
         runner = CodeRunner(isolation, settings.code_concurrency, unsafe=settings.unsafe_code)
         servicer = SandboxServicer(settings, store, dispatcher, runner, isolation, reasons)
         yield Service((Mount(servicer, add_SandboxServiceServicer_to_server, SERVICE_NAME),))
