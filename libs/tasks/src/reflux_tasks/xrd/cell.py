@@ -28,6 +28,8 @@ class StandardCell:
     """Fractional coordinates [atoms, 3] of the asymmetric unit, the order of `species`."""
     multiplicities: np.ndarray
     """Atoms in the cell [atoms] that symmetry makes of each."""
+    from_given: np.ndarray
+    """[3, 3]: x here = from_given @ x + shift, x the fractional coordinates of the structure as it was given."""
 
 
 def standard_cell(structure: Any) -> StandardCell:
@@ -56,6 +58,7 @@ def standard_cell(structure: Any) -> StandardCell:
         species=tuple(symbols[i] for i in orbits),
         coords=np.array(refined.frac_coords)[list(orbits)],
         multiplicities=np.array(list(orbits.values())),
+        from_given=np.array(dataset.transformation_matrix),
     )
 
 

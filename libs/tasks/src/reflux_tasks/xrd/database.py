@@ -30,8 +30,10 @@ def lengths(phase: Phase) -> np.ndarray:
     return np.linalg.norm(phase.lattice, axis=1)
 
 
-def candidate(phase: Phase, cell_scale: np.ndarray) -> Candidate:
-    """The phase with stretched lattice vectors, as a refinement takes it."""
+def candidate(
+    phase: Phase, cell_scale: np.ndarray, *, name: str = "", march: tuple[int, int, int] | None = None
+) -> Candidate:
+    """The phase with stretched lattice vectors, as a refinement takes it, under its own or another name."""
     lattice, sides = phase.lattice, lengths(phase)
     cosines = [lattice[i] @ lattice[j] / sides[i] / sides[j] for i, j in ((1, 2), (0, 2), (0, 1))]
     stretched, angles = sides * np.asarray(cell_scale, float), np.degrees(np.arccos(cosines))
@@ -40,4 +42,4 @@ def candidate(phase: Phase, cell_scale: np.ndarray) -> Candidate:
         (element, float(x), float(y), float(z), multiplicity)
         for element, (x, y, z), multiplicity in zip(phase.species, phase.coords, phase.multiplicities, strict=True)
     )
-    return Candidate(phase.name, (a, b, c, alpha, beta, gamma), phase.hall, sites)
+    return Candidate(name or phase.name, (a, b, c, alpha, beta, gamma), phase.hall, sites, march)

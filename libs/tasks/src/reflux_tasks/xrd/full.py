@@ -15,20 +15,14 @@ from reflux_tasks.xrd.measurement import simulate_measurement
 from reflux_tasks.xrd.payload import parse_truth
 from reflux_tasks.xrd.phases import Phase
 from reflux_tasks.xrd.profile import Profile, snip_background
-from reflux_tasks.xrd.refinement import MAX_PHASES, Fit, PhaseFit, RefinementOptions, refine, system_python
+from reflux_tasks.xrd.refinement import MAX_PHASES, RefinementOptions, refine, system_python
+from reflux_tasks.xrd.verdict import at_limit, fit_detail, judge
 
-MIN_NEED = 0.3
-"""True phases of 10 % mass need >= 0.7 on measured mixtures, surplus ones <= 0.24."""
 CELL_REACH = 0.006
 """Largest relative change of a cell length in the refinement, from the aligned start."""
-CELL_EDGE = 0.95
-"""A cell this close to its limit has run into it."""
 MAX_STARTS = 2
 MAX_STRETCH = 0.016
 """Largest relative difference of a cell length from the database's; samples are strained by 0.013 at most."""
-PHASE_PENALTY = 0.02
-WORST_R_WB = 0.45
-BEST_R_WB = 0.15
 OPTIONS = RefinementOptions(shift="zero", cell_limit=CELL_REACH)
 
 
@@ -38,13 +32,13 @@ class FullVerifier(Verifier):
     R_wb = sqrt(sum w (yo - yc)^2 / sum w (yo - b)^2) with w = 1 / max(yo, 1) over all points, b the background
     estimate. The observed profile yo is simulated with counting statistics from the strained true structures
     (measurement.py). The gate is 1 when the answer names 1 to 5 different phases of the database with allowed elements
-    only, and after the refinement every scale is positive, every phase is needed (need >= 0.3: chi2 grows by 30 %
+    only, and after the refinement every scale is positive, every phase is needed (need >= 0.35: chi2 grows by 35 %
     without it), no cell length has run into its limit and none is more than 1.6 % off the database's; else 0. An
     answer against the grammar is `invalid`.
     """
 
     name: ClassVar[str] = "full"
-    version: ClassVar[str] = "full-1"
+    version: ClassVar[str] = "full-2"
     fidelity: ClassVar[Fidelity] = "full"
     trusted: ClassVar[bool] = False
     cost_seconds: ClassVar[float] = 1.0
@@ -101,13 +95,8 @@ class FullVerifier(Verifier):
             stretches = [np.array(end.cell) / lengths(phase) for end, phase in zip(fit.phases, phases, strict=True)]
             if not any(at_limit(phase, OPTIONS.cell_limit) for phase in fit.phases):
                 break  # else peaks of another phase misled the alignment: go on from where the cell was stopped
-        gate = gate_reason(fit, OPTIONS.cell_limit, MIN_NEED) or _distance_reason(phases, stretches)
-        return Grade("scored", 0.0 if gate else score(fit), {"gate": gate, **fit_detail(fit)})
-
-
-def at_limit(phase: PhaseFit, cell_limit: float) -> bool:
-    """Whether a cell length has run into its limit, where a least-squares minimum means nothing."""
-    return phase.cell_shift > CELL_EDGE * cell_limit
+        verdict = judge(fit, OPTIONS.cell_limit, _distance_reason(phases, stretches))
+        return Grade("scored", verdict.score, {"gate": verdict.gate, **fit_detail(fit)})
 
 
 def _distance_reason(phases: Sequence[Phase], stretches: Sequence[np.ndarray]) -> str:
@@ -115,38 +104,3 @@ def _distance_reason(phases: Sequence[Phase], stretches: Sequence[np.ndarray]) -
         if np.abs(stretch - 1).max() > MAX_STRETCH:
             return f"{phase.name}: cell too far from the database's"
     return ""
-
-
-def gate_reason(fit: Fit, cell_limit: float, min_need: float) -> str:
-    """Which phase fails the gate and why; empty when all pass.
-
-    Need tells surplus phases; significance tests and mass fractions do not.
-    """
-    for phase in fit.phases:
-        if phase.scale <= 0:
-            return f"{phase.name}: negative scale"
-        if phase.need < min_need:
-            return f"{phase.name}: not needed"
-        if at_limit(phase, cell_limit):
-            return f"{phase.name}: cell at its limit"
-    return ""
-
-
-def score(fit: Fit) -> float:
-    """Quality of a fit that passed the gate, 0 to 1; each phase costs as much as 0.02 of R_wb."""
-    spread = WORST_R_WB - BEST_R_WB
-    return float(np.clip((WORST_R_WB - fit.r_wb - PHASE_PENALTY * len(fit.phases)) / spread, 0.0, 1.0))
-
-
-def fit_detail(fit: Fit) -> dict[str, Any]:
-    """Figures of a refinement for people, JSON types only."""
-    return {
-        "r_wp": round(fit.r_wp, 5),
-        "r_wb": round(fit.r_wb, 5),
-        "goodness": round(fit.goodness, 3),
-        "phases": {
-            phase.name: {"mass_fraction": round(phase.mass_fraction, 4), "need": round(phase.need, 4)}
-            for phase in fit.phases
-        },
-        "cpu_seconds": round(fit.cpu_seconds, 3),
-    }

@@ -1,231 +1,169 @@
-"""Judges the Rietveld verifier on weighed mixtures measured in a laboratory: does the true phase set fit best?
+"""The verifier for a laboratory's own pattern: phase sets out of its own structures, by Rietveld refinement."""
 
-    python -m reflux_tasks.xrd.measured --data DIR --out FILE.json
-
-For every mixture whose phases have structures, the true set is refined, then every set of the same size with one phase
-replaced; with --surplus also every set with one phase more or less. Data: Dara (CederGroupHub/dara, MIT).
-"""
-
-import argparse
-import json
-import os
-import sys
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+import re
+from collections.abc import Mapping, Sequence
+from itertools import combinations
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar
 
 import numpy as np
 
-from reflux_tasks.verify import VerificationError, VerifierUnavailable
-from reflux_tasks.xrd.full import MIN_NEED, fit_detail, gate_reason, score
+from reflux_tasks.canonical import Form
+from reflux_tasks.verify import Answer, Fidelity, Grade, Verifier
+from reflux_tasks.xrd.answers import END, PAD, SEPARATOR, InvalidAnswer
+from reflux_tasks.xrd.bounded import OverLimit, call_bounded
 from reflux_tasks.xrd.profile import Profile
-from reflux_tasks.xrd.readers import UnreadablePattern, cut_and_rebin, mixture_truth, read_pattern
-from reflux_tasks.xrd.refinement import Candidate, Fit, RefinementOptions, refine, system_python
-from reflux_tasks.xrd.structures import candidates
+from reflux_tasks.xrd.readers import checked, cut_and_rebin, read_pattern
+from reflux_tasks.xrd.refinement import MAX_PHASES, RefinementOptions, RefinementRefused, refine, system_python
+from reflux_tasks.xrd.structure_files import Structure, UnreadableStructure, read_folder, read_text
+from reflux_tasks.xrd.verdict import fit_detail, judge
 
 LOW_DEGREES, HIGH_DEGREES = 13.0, 90.0
 MAX_POINTS = 4000
 """Scans with more points are rebinned."""
-OPTIONS = RefinementOptions()
-Kind = Literal["true", "replacement", "addition", "omission"]
+MAX_ANSWER_CHARACTERS = 200_000
+MAX_CANDIDATES = 200
+_BLOCK = re.compile(r"^[ \t]*data_", re.MULTILINE | re.IGNORECASE)
+MEASURED_OPTIONS = RefinementOptions()
+"""The recipe for measured patterns: Cu K-alpha, sample displacement, cells within 1.2 %."""
 
 
-@dataclass(frozen=True)
-class Trial:
-    """One phase set to refine against one scan."""
-
-    kind: Kind
-    names: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """A refined trial; `fit` is None when the refinement failed or spent its limit."""
-
-    trial: Trial
-    fit: Fit | None
-
-    @property
-    def r_wp(self) -> float:
-        return self.fit.r_wp if self.fit else float("inf")
-
-    @property
-    def score(self) -> float:
-        passed = self.fit is not None and not gate_reason(self.fit, OPTIONS.cell_limit, MIN_NEED)
-        return score(self.fit) if passed and self.fit else 0.0
-
-
-def trials(true_names: Sequence[str], pool: Sequence[str], surplus: bool) -> list[Trial]:
-    """The true set first, then its single replacements, then (surplus) sets with one phase more or less."""
-    others = [name for name in pool if name not in true_names]
-    sets = [Trial("true", tuple(true_names))]
-    for i in range(len(true_names)):
-        rest = (*true_names[:i], *true_names[i + 1 :])
-        sets += [Trial("replacement", (*rest[:i], other, *rest[i:])) for other in others]
-        if surplus and rest:
-            sets.append(Trial("omission", rest))
-    if surplus:
-        sets += [Trial("addition", (*true_names, other)) for other in others]
-    return sets
-
-
-def prepare(path: Path) -> Profile:
+def prepare(profile: Profile) -> Profile:
     """The part of a scan that is refined: 13 to 90 degrees, neighbours summed to at most 4000 points."""
-    return cut_and_rebin(read_pattern(path), LOW_DEGREES, HIGH_DEGREES, MAX_POINTS)
+    return cut_and_rebin(profile, LOW_DEGREES, HIGH_DEGREES, MAX_POINTS)
 
 
-def evaluate_scan(
-    path: Path, pool: Mapping[str, Candidate], workers: int, surplus: bool = False, max_wrong: int | None = None
-) -> dict[str, Any]:
-    """Refines the true set and the wrong ones of one scan; `max_wrong` takes a random sample of those (fixed seed)."""
-    weighed = mixture_truth(path)
-    profile = prepare(path)
-    sets = trials(list(weighed), list(pool), surplus)
-    if max_wrong is not None and len(sets) - 1 > max_wrong:
-        chosen = 1 + np.random.default_rng(0).permutation(len(sets) - 1)[:max_wrong]
-        sets = [sets[0], *(sets[i] for i in sorted(chosen))]
+def measured_payload(pattern: Path, candidates: Path) -> dict[str, Any]:
+    """The verifier's payload for a pattern and a folder of CIF files (at most 200), which become the candidates.
 
-    def run(trial: Trial) -> Outcome:
-        try:
-            return Outcome(trial, refine(profile, [pool[name] for name in trial.names], OPTIONS))
-        except VerificationError:
-            return Outcome(trial, None)
-
-    with ThreadPoolExecutor(workers) as threads:
-        true, *wrong = threads.map(run, sets)
-    if true.fit is None:
-        raise VerificationError(f"{path.name}: the refinement of the true set failed")
-    return _scan_report(path, weighed, true, wrong)
-
-
-def _scan_report(path: Path, weighed: Mapping[str, float], true: Outcome, wrong: Sequence[Outcome]) -> dict[str, Any]:
-    assert true.fit is not None
-    refined = {phase.name: round(phase.mass_fraction, 4) for phase in true.fit.phases}
-    replaced = [outcome for outcome in wrong if outcome.trial.kind == "replacement"]
-    best = min(replaced, key=lambda outcome: outcome.r_wp, default=None)
-    report: dict[str, Any] = {
-        "file": path.name,
-        "weighed": dict(weighed),
-        "refined": refined,
-        "mass_fraction_error": round(float(np.mean([abs(refined[name] - weighed[name]) for name in weighed])), 4),
-        **fit_detail(true.fit),
-        "score": round(true.score, 4),
-        "wrong_sets": {
-            kind: sum(o.trial.kind == kind for o in wrong) for kind in ("replacement", "addition", "omission")
-        },
-        "failed_refinements": sum(outcome.fit is None for outcome in wrong),
-        "true_set_has_best_r_wp": all(true.r_wp < outcome.r_wp for outcome in replaced),
-        "true_set_has_best_score": all(true.score > outcome.score for outcome in wrong),
-    }
-    if best is not None:
-        report["best_wrong_set"] = {"phases": list(best.trial.names), "r_wp": round(best.r_wp, 5)}
-    return report
-
-
-def evaluate_measured(
-    data_dir: Path,
-    *,
-    scans: Sequence[str] = ("8min", "2min"),
-    workers: int | None = None,
-    surplus: bool = False,
-    max_wrong: int | None = None,
-    on_scan: Callable[[Mapping[str, Any]], None] | None = None,
-) -> dict[str, Any]:
-    """Evaluates all mixtures below `data_dir`/measured; those without structures are named under `skipped`.
-
-    `on_scan` gets the result of each scan as soon as it is there. Raises VerifierUnavailable without ObjCryst++,
-    FileNotFoundError without any scan.
+    Raises UnreadablePattern, FileNotFoundError, or ValueError when no structure can be used.
     """
-    system_python()
-    files = [path for scan in scans for path in sorted((data_dir / "measured").glob(f"*--{scan}.xrdml"))]
-    if not files:
-        raise FileNotFoundError(f"no *--{scans[0]}.xrdml in {data_dir / 'measured'}")
-    mixtures: dict[Path, set[str]] = {}
-    skipped: dict[str, str] = {}
-    for path in files:
-        try:
-            mixtures[path] = set(mixture_truth(path))
-        except UnreadablePattern as error:
-            skipped[path.name] = str(error)
-    pool = candidates(data_dir, set().union(*mixtures.values()))
-    results = []
-    for path, names in mixtures.items():
-        if missing := sorted(names - set(pool)):
-            skipped[path.name] = f"no structure of {', '.join(missing)}"
-        else:
-            results.append(evaluate_scan(path, pool, workers or os.cpu_count() or 1, surplus, max_wrong))
-            if on_scan:
-                on_scan(results[-1])
-    return {"candidates": sorted(pool), "scans": results, "skipped": skipped, "summary": summarise(results)}
-
-
-def summarise(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Counts and means over the scans; empty without scans."""
-    if not results:
-        return {}
+    profile = prepare(read_pattern(pattern))
+    usable, refused = read_folder(candidates)
+    if not usable:
+        raise ValueError(f"{candidates}: no usable structure: {'; '.join(list(refused.values())[:3])}")
     return {
-        "scans": len(results),
-        "true_set_has_best_r_wp": sum(result["true_set_has_best_r_wp"] for result in results),
-        "true_set_has_best_score": sum(result["true_set_has_best_score"] for result in results),
-        "wrong_sets": sum(sum(result["wrong_sets"].values()) for result in results),
-        "mean_r_wp": round(float(np.mean([result["r_wp"] for result in results])), 4),
-        "mean_r_wb": round(float(np.mean([result["r_wb"] for result in results])), 4),
-        "mean_mass_fraction_error": round(float(np.mean([result["mass_fraction_error"] for result in results])), 4),
-        "mean_cpu_seconds": round(float(np.mean([result["cpu_seconds"] for result in results])), 3),
+        "pattern": pattern.name,
+        "two_theta_degrees": profile.two_theta.round(6).tolist(),
+        "counts": profile.counts.round(3).tolist(),
+        "candidates": {name: structure.text for name, structure in usable.items()},
     }
 
 
-HEADER = """| scan | R_wp | R_wb | GoF | best wrong set / true R_wp | wrong sets | mass fractions: refined (weighed) |
-|---|---|---|---|---|---|---|"""
+class MeasuredVerifier(Verifier):
+    """Reward of a phase set on a measured pattern, as `verdict.py` defines it: gate * clip((0.45 - cost) / 0.30, 0, 1).
+
+    The payload is `measured_payload`'s: counts over two-theta, and the texts of the candidate structures by name;
+    optionally `elements`, those that the sample may hold. An answer names candidates, `ZnO <sep> V2O5 <eos>`, or gives
+    their structures as blocks of CIF. A structure must match a candidate (pymatgen's StructureMatcher, so that
+    supercells and other settings are the same phase), and it is the candidate that is refined: coordinates fitted to
+    the pattern earn nothing. More than 5 phases, a phase twice, also as another setting, and a foreign one are
+    refused; what cannot be parsed, or would cost far more than a refinement should, is `invalid`.
+    """
+
+    name: ClassVar[str] = "measured"
+    version: ClassVar[str] = "measured-1"
+    fidelity: ClassVar[Fidelity] = "full"
+    trusted: ClassVar[bool] = False
+    cost_seconds: ClassVar[float] = 1.0
+    canonical_form: ClassVar[Form] = "exact"
+
+    def __init__(self, python: Path | None = None) -> None:
+        self.python = python
+        self._read: dict[str, Structure] = {}
+
+    def prepare(self) -> None:
+        import pymatgen.analysis.structure_matcher  # noqa: F401
+
+        self.python = self.python or system_python()
+
+    def grade(self, payload: Mapping[str, Any], answers: Sequence[Answer]) -> list[Grade]:
+        profile, candidates, elements = self._parse_payload(payload)
+        known: dict[frozenset[str], Grade] = {}
+        grades = []
+        for answer in answers:
+            try:
+                names = _named(answer if isinstance(answer, str) else " ".join(answer), candidates)
+                refusal = _refusal(names, candidates, elements)
+                key = frozenset(names)
+                if not refusal and key not in known:
+                    known[key] = self._refined(profile, [candidates[name] for name in sorted(key)])
+                grades.append(Grade("scored", 0.0, {"gate": refusal}) if refusal else known[key])
+            except (InvalidAnswer, RefinementRefused) as error:
+                grades.append(Grade("invalid", 0.0, {"reason": str(error)}))
+        return grades
+
+    def _refined(self, profile: Profile, structures: Sequence[Structure]) -> Grade:
+        fit = refine(profile, [structure.candidate for structure in structures], MEASURED_OPTIONS, self.python)
+        verdict = judge(fit, MEASURED_OPTIONS.cell_limit)
+        detail = {"gate": verdict.gate, "accepted": verdict.accepted, **fit_detail(fit)}
+        return Grade("scored", verdict.score, detail)
+
+    def _parse_payload(self, payload: Mapping[str, Any]) -> tuple[Profile, dict[str, Structure], frozenset[str] | None]:
+        try:
+            profile = checked("pattern", *(np.array(payload[key], float) for key in ("two_theta_degrees", "counts")))
+            texts = {str(name): str(text) for name, text in payload["candidates"].items()}
+            elements = frozenset(payload["elements"]) if "elements" in payload else None
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ValueError(f"not a payload of this verifier: {error!r}") from error
+        if not 1 <= len(texts) <= MAX_CANDIDATES:
+            raise ValueError(
+                f"not a payload of this verifier: {len(texts)} candidates, 1 to {MAX_CANDIDATES} are allowed"
+            )
+        return profile, {name: self._structure(name, text) for name, text in texts.items()}, elements
+
+    def _structure(self, name: str, text: str) -> Structure:
+        """Parsed once per verifier: the groups of a run share their candidates."""
+        if text not in self._read:
+            if len(self._read) >= MAX_CANDIDATES:
+                self._read.clear()
+            self._read[text] = read_text(name, text)
+        return self._read[text].under(name)
 
 
-def row(result: Mapping[str, Any]) -> str:
-    """One scan as a row of a Markdown table."""
-    best = result.get("best_wrong_set")
-    ratio = f"{best['r_wp'] / result['r_wp']:.2f} ({', '.join(best['phases'])})" if best else "-"
-    fractions = ", ".join(
-        f"{name} {result['refined'][name]:.3f} ({weight:.3f})" for name, weight in result["weighed"].items()
-    )
-    scan = result["file"].removesuffix(".xrdml").split("--")[-1]
-    figures = f"{result['r_wp']:.4f} | {result['r_wb']:.3f} | {result['goodness']:.2f}"
-    return f"| {scan} | {figures} | {ratio} | {sum(result['wrong_sets'].values())} | {fractions} |"
+def _named(answer: str, candidates: Mapping[str, Structure]) -> list[str]:
+    """Names in the order of an answer, repetitions kept, "" for a structure that is no candidate; InvalidAnswer."""
+    if len(answer) > MAX_ANSWER_CHARACTERS:
+        raise InvalidAnswer(f"{len(answer)} characters, at most {MAX_ANSWER_CHARACTERS} are read")
+    if _BLOCK.search(answer):
+        return [_matching(block, candidates) for block in _BLOCK.split(answer)[1:]]
+    body, end, rest = answer.partition(END)
+    if not end or rest.replace(PAD, "").strip():
+        raise InvalidAnswer(f"no {END}, or words after it")
+    names = [name.strip() for name in body.split(SEPARATOR)]
+    if not all(names):
+        raise InvalidAnswer("a phase without a name")
+    return names
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry of the command line; returns the exit status: 0 done, 1 a true set lost, 2 it could not run."""
-    parser = argparse.ArgumentParser(
-        prog="python -m reflux_tasks.xrd.measured", description=(__doc__ or "").partition("\n")[0]
-    )
-    parser.add_argument("--data", type=Path, required=True, help="folder with measured/ and references/")
-    parser.add_argument("--out", type=Path, help="write all figures to this JSON file")
-    parser.add_argument("--scans", nargs="+", default=["8min", "2min"], help="which scans, by the end of the file name")
-    parser.add_argument("--workers", type=int, help="refinements at once (default: number of cores)")
-    parser.add_argument("--surplus", action="store_true", help="also try sets with one phase more or less")
-    parser.add_argument("--max-wrong", type=int, help="try at most this many wrong sets per scan")
-    given = parser.parse_args(arguments)
-    print(HEADER)
+def _matching(block: str, candidates: Mapping[str, Structure]) -> str:
     try:
-        report = evaluate_measured(
-            given.data,
-            scans=given.scans,
-            workers=given.workers,
-            surplus=given.surplus,
-            max_wrong=given.max_wrong,
-            on_scan=lambda result: print(row(result), flush=True),
-        )
-    except (VerifierUnavailable, FileNotFoundError) as error:
-        print(f"cannot evaluate: {error}", file=sys.stderr)
-        return 2
-    for name, reason in report["skipped"].items():
-        print(f"skipped {name}: {reason}")
-    print(json.dumps(report["summary"]))
-    if given.out:
-        given.out.write_text(json.dumps(report, indent=1), encoding="utf-8")
-    lost = report["summary"].get("scans", 0) - report["summary"].get("true_set_has_best_r_wp", 0)
-    return 1 if lost else 0
+        proposed = read_text("proposed", "data_" + block, poscar=False)
+        same = {n: c.primitive for n, c in candidates.items() if c.phase.formula == proposed.phase.formula}
+        return call_bounded(_first_match, proposed.primitive, same)
+    except (UnreadableStructure, OverLimit) as error:
+        raise InvalidAnswer(f"structure {error}") from error
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def _first_match(proposed: Any, candidates: Mapping[str, Any]) -> str:
+    from pymatgen.analysis.structure_matcher import StructureMatcher
+
+    matcher = StructureMatcher()
+    return next((name for name, structure in candidates.items() if matcher.fit(proposed, structure)), "")
+
+
+def _refusal(names: Sequence[str], candidates: Mapping[str, Structure], elements: frozenset[str] | None) -> str:
+    """Why an answer is not worth a refinement; empty when it is."""
+    if len(names) > MAX_PHASES:
+        return f"more than {MAX_PHASES} phases"
+    if len(set(names)) < len(names):
+        return "a phase twice"
+    if any(name not in candidates for name in names):
+        return "a phase that is no candidate"
+    chosen = [candidates[name] for name in names]
+    if elements is not None and any(not set(each.phase.elements) <= elements for each in chosen):
+        return "an element that is not in the sample"
+    for one, other in combinations(chosen, 2):
+        if one.phase.formula == other.phase.formula and _first_match(one.primitive, {"same": other.primitive}):
+            return "a phase twice"
+    return ""

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from reflux_tasks.xrd.cell import SYMMETRY_PRECISION_ANGSTROM, standard_cell
+from reflux_tasks.xrd.cell import SYMMETRY_PRECISION_ANGSTROM, StandardCell, standard_cell
 
 WAVELENGTH_ANGSTROM = 1.54184
 """Mean of Cu K-alpha1 and K-alpha2 (2:1)."""
@@ -204,26 +204,28 @@ def _build() -> Iterator[Phase]:
 
 
 def _phase(structure: Any, prototype: str, seen: set[str]) -> Phase | None:
-    from pymatgen.core import Composition
     from pymatgen.symmetry.analyzer import SpacegroupAnalyzer
 
     analyzer = SpacegroupAnalyzer(structure, symprec=SYMMETRY_PRECISION_ANGSTROM)
     formula, space_group = structure.composition.reduced_formula, analyzer.get_space_group_number()
-    composition = Composition(formula)
-    label = _label(composition, space_group)
-    if f"{formula}_{space_group}" in seen or len(label) > MAX_LABEL_WORDS:
+    if f"{formula}_{space_group}" in seen or len(_label(formula, space_group)) > MAX_LABEL_WORDS:
         return None
-    cell = standard_cell(structure)
+    phase = phase_of(standard_cell(structure), prototype)
+    return phase if len(phase.hkl) >= MIN_LINES else None
+
+
+def phase_of(cell: StandardCell, prototype: str) -> Phase:
+    """The phase of a standard cell, with its diffraction lines (0.1 to 1 s for a large cell)."""
+    formula = cell.structure.composition.reduced_formula
     hkl, intensity = _lines(cell.structure)
-    if len(hkl) < MIN_LINES:
-        return None
+    label = _label(formula, cell.space_group)
     return Phase(
         formula=formula,
-        space_group=space_group,
+        space_group=cell.space_group,
         label=label,
-        elements=tuple(element.symbol for element in composition.elements),
+        elements=tuple(word for word in label[:-1] if not word.startswith("n")),
         prototype=prototype,
-        system=analyzer.get_crystal_system(),
+        system=cell.system,
         hall=cell.hall,
         species=cell.species,
         coords=cell.coords,
@@ -234,9 +236,11 @@ def _phase(structure: Any, prototype: str, seen: set[str]) -> Phase | None:
     )
 
 
-def _label(composition: Any, space_group: int) -> tuple[str, ...]:
+def _label(formula: str, space_group: int) -> tuple[str, ...]:
+    from pymatgen.core import Composition
+
     words: list[str] = []
-    for element, amount in composition.items():
+    for element, amount in Composition(formula).items():
         words.append(element.symbol)
         if amount != 1:
             words.append(f"n{int(amount)}")

@@ -73,9 +73,12 @@ def pseudo_voigt_sum(
     *,
     widths: np.ndarray,
     eta: float,
-    zero_shift: float = 0.0,
+    zero_shift: float | np.ndarray = 0.0,
 ) -> np.ndarray:
-    """Profile [points] of lines 1/(2d) [lines] with full widths [lines] in degrees; each line has area `intensity`."""
+    """Profile [points] of lines 1/(2d) [lines] with full widths [lines] in degrees; each line has area `intensity`.
+
+    `zero_shift` in degrees, one for all lines or one each.
+    """
     total = np.zeros_like(two_theta)
     for wavelength, weight in zip(KALPHA_ANGSTROM, KALPHA_WEIGHTS, strict=True):
         centres = 2 * np.degrees(np.arcsin(inverse_2d * wavelength)) + zero_shift

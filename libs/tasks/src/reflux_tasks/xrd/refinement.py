@@ -6,7 +6,7 @@ import os
 import shutil
 import signal
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -16,11 +16,23 @@ import numpy as np
 from reflux_tasks.verify import VerificationError, VerifierUnavailable
 from reflux_tasks.xrd.profile import Profile, snip_background
 
+MAX_CELL_VOLUME = 4000.0
+"""Cubic angstrom; rietveld_refine.py refuses more, and more independent reflections than a real phase of that size."""
 SCRIPT = Path(__file__).with_name("rietveld_refine.py")
 MAX_PHASES = 5
 WAY_OUT = "install the Debian package: apt-get install python3-pyobjcryst"
+_PIPES = {
+    "stdin": subprocess.PIPE,
+    "stdout": subprocess.PIPE,
+    "stderr": subprocess.PIPE,
+    "env": {"PATH": os.defpath, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "LC_ALL": "C.UTF-8"},
+}
 BISO_SQUARE_ANGSTROM: dict[str, float] = {"default": 0.45, "O": 0.7, "C": 0.8, "Li": 1.2, "H": 2.0}
 """Usual isotropic displacement factors at room temperature; refining them makes mass fractions worse."""
+
+
+class RefinementRefused(VerificationError):
+    """The phase set breaks a cap on phases, volume, sites or reflections: it would cost far more than others."""
 
 
 @dataclass(frozen=True)
@@ -85,12 +97,26 @@ class Fit:
     cpu_seconds: float
 
 
+Process = subprocess.Popen[str]
+
+
+def _start(command: Sequence[str], **options: Any) -> Process:
+    return subprocess.Popen(command, text=True, **options)
+
+
 def refine(
-    profile: Profile, candidates: Sequence[Candidate], options: RefinementOptions, python: Path | None = None
+    profile: Profile,
+    candidates: Sequence[Candidate],
+    options: RefinementOptions,
+    python: Path | None = None,
+    start: Callable[..., Process] = _start,
+    ended: Callable[[Process], None] = lambda process: None,
 ) -> Fit:
     """Refines the phases against a profile in a fresh process of `python` (None: the system's).
 
-    Raises VerifierUnavailable without ObjCryst++, VerificationError when the process fails or spends its limit.
+    `start` takes what subprocess.Popen takes, and `ended` gets the process when it was waited for. Raises
+    VerifierUnavailable without ObjCryst++, RefinementRefused, or VerificationError when the process fails or spends
+    its limit.
     """
     request = {
         "two_theta_degrees": profile.two_theta.tolist(),
@@ -99,9 +125,17 @@ def refine(
         "phases": [asdict(candidate) for candidate in candidates],
         **asdict(options),
     }
-    answer = _run([str(python or system_python()), "-I", str(SCRIPT)], json.dumps(request), options.cpu_seconds)
+    command = [str(python or system_python()), "-I", str(SCRIPT)]
+    try:
+        process = start(command, **_PIPES)
+    except OSError as error:
+        raise VerifierUnavailable(f"cannot start {command[0]}: {error.strerror}; {WAY_OUT}") from error
+    try:
+        answer = _ask(process, json.dumps(request), options.cpu_seconds)
+    finally:
+        ended(process)
     if "error" in answer:
-        raise VerificationError(f"refinement refused: {answer['error']}")
+        raise RefinementRefused(f"refinement refused: {answer['error']}")
     phases = tuple(PhaseFit(**{**phase, "cell": tuple(phase["cell"])}) for phase in answer["phases"])
     fit = Fit(**{**answer, "phases": phases, "notes": tuple(answer["notes"])})
     if not np.isfinite([fit.r_wp, fit.r_wb, *(phase.need for phase in phases)]).all():
@@ -109,24 +143,22 @@ def refine(
     return fit
 
 
-def _run(command: Sequence[str], request: str, cpu_seconds: int) -> dict[str, Any]:
+def _ask(process: Process, request: str, cpu_seconds: int) -> dict[str, Any]:
     # a busy machine stretches wall time; the limit of processor time is the one that counts
     wall_seconds = 20 * cpu_seconds
-    environment = {"PATH": os.defpath, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "LC_ALL": "C.UTF-8"}
-    try:
-        done = subprocess.run(
-            command, input=request, capture_output=True, text=True, timeout=wall_seconds, env=environment, check=False
-        )
-    except OSError as error:
-        raise VerifierUnavailable(f"cannot start {command[0]}: {error.strerror}; {WAY_OUT}") from error
-    except subprocess.TimeoutExpired as error:
-        raise VerificationError(f"refinement took more than {wall_seconds} s") from error
-    if done.returncode in (-signal.SIGXCPU, -signal.SIGKILL):
-        raise VerificationError(f"refinement spent its {cpu_seconds} s of processor time")
-    if done.returncode != 0:
-        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        raise VerificationError(f"refinement ended with status {done.returncode}: {last[:200]}")
-    return json.loads(done.stdout)
+    with process:
+        try:
+            answer, errors = process.communicate(request, timeout=wall_seconds)
+        except subprocess.TimeoutExpired as error:
+            raise VerificationError(f"refinement took more than {wall_seconds} s") from error
+        finally:
+            process.kill()  # no effect on one that has ended
+    if process.returncode in (-signal.SIGXCPU, -signal.SIGKILL):
+        raise VerificationError(f"refinement spent its {cpu_seconds} s of processor time, or was killed")
+    if process.returncode != 0:
+        last = (errors.strip().splitlines() or ["no message"])[-1]
+        raise VerificationError(f"refinement ended with status {process.returncode}: {last[:200]}")
+    return json.loads(answer)
 
 
 @functools.lru_cache(maxsize=1)

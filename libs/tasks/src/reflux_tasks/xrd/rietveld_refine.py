@@ -33,6 +33,8 @@ from pyobjcryst.scatteringpower import ScatteringPowerAtom
 MAX_PHASES = 5
 MAX_CELL_VOLUME = 4000.0  # cubic angstrom; a random large cell costs 20 to 60 s instead of 1
 MAX_SITES = 200
+MAX_REFLECTIONS = 1500  # independent ones of a whole set; a cell of 12 A without symmetry has 2800
+MEMORY_BYTES = 2 * 2**30
 MAX_POINTS = 20000
 BACKGROUND_NODES = 12
 PEAK_WIDTH = math.radians(0.13)
@@ -72,6 +74,7 @@ class Refinement:
         self.notes: list[str] = []
         self.pattern = self._make_pattern(request)
         self.crystals = [make_crystal(phase, request["biso"]) for phase in request["phases"]]
+        check_reflections(self.crystals, math.radians(self.two_theta[-1] / 2))
         self.start_cells = [[crystal.a, crystal.b, crystal.c] for crystal in self.crystals]
         self.diffractions = [self._add_phase(crystal) for crystal in self.crystals]
         self.pattern.SetMaxSinThetaOvLambda(math.sin(math.radians((self.two_theta[-1] + PAD_DEGREES) / 2)) / 1.5406)
@@ -276,6 +279,21 @@ def check(request: Request) -> None:
             raise BadRequest(f"phase {phase['name']}: volume {volume:.0f} A^3, {len(phase['sites'])} sites")
 
 
+def check_reflections(crystals: list[Crystal], theta: float) -> None:
+    """Refuses a set whose independent reflections up to this angle would cost far more than a refinement should.
+
+    Their number is about the volume of the limiting sphere, 4/3 pi (2 sin(theta) / lambda)^3, times that of the cell
+    over the symmetry operations (with centring), halved by Friedel's law where there is no inversion.
+    """
+    sphere = 4 / 3 * math.pi * (2 * math.sin(theta) / 1.5406) ** 3
+    total = 0.0
+    for crystal in crystals:
+        group = crystal.GetSpaceGroup()
+        total += sphere * crystal.GetVolume() / group.GetNbSymmetrics() / (1 if group.HasInversionCenter() else 2)
+    if total > MAX_REFLECTIONS:
+        raise BadRequest(f"{total:.0f} independent reflections, allowed are {MAX_REFLECTIONS}")
+
+
 def main() -> None:
     """Reads the request, refines, writes the result; a request that breaks a cap is answered by its error."""
     request = json.load(sys.stdin)
@@ -284,6 +302,9 @@ def main() -> None:
     os.dup2(2, 1)
     seconds = int(request["cpu_seconds"])
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]  # a sandbox may allow less
+    memory = MEMORY_BYTES if hard == resource.RLIM_INFINITY else min(MEMORY_BYTES, hard)
+    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     try:
         check(request)
         refinement = Refinement(request)
