@@ -7,7 +7,7 @@ export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE := 1
 
-.PHONY: setup demo demo-seeds test test-k8s soak test-engines bench-scheduler bench-weights bench-gateway load-gateway check protos format clean
+.PHONY: setup demo demo-seeds test test-k8s soak test-engines bench-scheduler bench-weights bench-gateway bench-rl bench-sandbox load-gateway check protos format clean
 
 setup:
 	@bash deploy/setup.sh $(VENV)
@@ -48,6 +48,13 @@ bench-weights: setup
 # Routers that are not installed are left out: deploy/bench/routers.sh installs them.
 bench-gateway: setup
 	@$(PY) benchmarks/harness.py gateway $(QUESTIONS)
+
+bench-rl: setup
+	@$(PY) benchmarks/harness.py rl $(QUESTIONS)
+
+# REFLUX_BENCH_FULL=1 makes the loop of executions that looks for leaks as long as its bar asks.
+bench-sandbox: setup
+	@$(PY) benchmarks/harness.py sandbox $(QUESTIONS)
 
 # Open loop against any OpenAI endpoint, see deploy/load/README.md; a token comes from REFLUX_TOKEN.
 URL ?= http://127.0.0.1:8003

@@ -5,11 +5,13 @@ is done in the dtype of the parameters; norms and rotary angles are float32, as 
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from reflux_model.config import ModelConfig, RopeScaling
 from reflux_model.parameters import Parameters
@@ -36,11 +38,20 @@ def run_layers(
     rope: tuple[Tensor, Tensor],
     attention: Attention,
     projections: Projections = PLAIN,
+    *,
+    recompute: bool = False,
 ) -> Tensor:
-    """All blocks and the final norm: hidden_BLE -> hidden_BLE; `rope` comes from `rotary_tables`."""
+    """All blocks and the final norm: hidden_BLE -> hidden_BLE; `rope` comes from `rotary_tables`.
+
+    With `recompute` the backward pass finds a block's input only, and computes the rest of its activations again.
+    """
     hidden = hidden_BLE
     for layer in range(config.num_layers):
-        hidden = run_block(params, config, layer, hidden, rope, attention, projections)
+        block = partial(run_block, params, config, layer, rope=rope, attention=attention, projections=projections)
+        if recompute and torch.is_grad_enabled():
+            hidden = checkpoint(block, hidden, use_reentrant=False, preserve_rng_state=False)
+        else:
+            hidden = block(hidden)
     return rms_norm(hidden, params["model.norm.weight"], config.rms_norm_eps)
 
 

@@ -19,8 +19,9 @@ def packed_scores(
     *,
     temperature: float = 1.0,
     projections: Projections = PLAIN,
+    recompute: bool = False,
 ) -> TokenScores:
-    """Scores every predicted token of `packed` under softmax(logits / temperature)."""
+    """Scores every predicted token of `packed` under softmax(logits / temperature); `recompute` as in `run_layers`."""
     dtype = params["model.embed_tokens.weight"].dtype
     mask = additive_mask(packed.allowed_RSS[:, None], dtype)
 
@@ -28,7 +29,9 @@ def packed_scores(
         return attend(queries, keys.transpose(1, 2), values.transpose(1, 2), mask)
 
     rope = rotary_tables(config, packed.positions_RS, dtype)
-    hidden_RSE = run_layers(params, config, embed(params, packed.tokens_RS), rope, tree, projections)
+    hidden_RSE = run_layers(
+        params, config, embed(params, packed.tokens_RS), rope, tree, projections, recompute=recompute
+    )
     parts, first = [], 0
     for hidden_TE, weight in projections.head(params, hidden_RSE.flatten(0, 1)[packed.sources_T]):
         targets_T = packed.targets_T[first : first + len(hidden_TE)]

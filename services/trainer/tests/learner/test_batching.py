@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reflux_model.packing import first_fit_decreasing, join_rows, pack_rows
+from reflux_model.packing import ATTENTION_WIDTH, balanced_rows, join_rows, pack_rows
 from reflux_model.training import packed_scores
 from reflux_trainer.learner.batching import MAX_ATTENTION_CELLS, MICRO_BATCH_TOKENS, micro_batches, parts_of
 from reflux_trainer.learner.ops import CompletionData, GroupData, LossSpec
@@ -51,19 +51,16 @@ def test_a_group_of_many_long_answers_does_not_become_one_huge_row() -> None:
     assert sum(part.mask_T.numel() for part in parts) == 400 * 64
 
 
-@given(st.lists(st.integers(1, 60), min_size=1, max_size=40), st.integers(0, 30))
-def test_first_fit_decreasing_overlaps_nothing_and_wastes_little(lengths: list[int], room: int) -> None:
-    width = max(lengths) + room
-    places = first_fit_decreasing(lengths, width)
-    taken = {
-        (row, position)
-        for (row, start), length in zip(places, lengths, strict=True)
-        for position in range(start, start + length)
-    }
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=40))
+def test_rows_that_trees_share_overlap_nowhere_and_are_no_dearer_than_rows_of_their_own(lengths: list[int]) -> None:
+    placed = [
+        (row, start, start + length) for (row, start), length in zip(balanced_rows(lengths), lengths, strict=True)
+    ]
+    taken = {(row, position) for row, start, end in placed for position in range(start, end)}
     assert len(taken) == sum(lengths)
-    assert all(start + length <= width for (_, start), length in zip(places, lengths, strict=True))
-    rows = 1 + max(row for row, _ in places)
-    assert rows <= 2 * sum(lengths) / width + 1  # all rows but one are more than half full
+    rows, width = 1 + max(row for row, _, _ in placed), max(end for _, _, end in placed)
+    alone = len(lengths) * max(lengths) * (1 + max(lengths) / ATTENTION_WIDTH)
+    assert rows * width * (1 + width / ATTENTION_WIDTH) <= alone
 
 
 PROMPTS = [[3, 4, 5, 6, 7, 8, 9], [8, 9], [10, 11, 12], [2], [4, 4]]

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 from reflux.trainer.v1 import learner_service_pb2 as pb
 from reflux_kit.errors import InvalidRequest
@@ -57,6 +58,9 @@ def test_an_empty_batch_is_refused() -> None:
         ({"name": "ppo", "aggregation": "constant"}, "constant_length"),
         ({"name": "ppo", "aggregation": "sum", "clip_low": 1.5}, "clip_low"),
         ({"name": "ppo", "aggregation": "sum", "tis_cap": float("nan")}, "tis_cap"),
+        ({"name": "ppo", "aggregation": "sum", "mis_low": 2.0, "mis_high": 0.5}, "mis_high 0.5 lies below"),
+        ({"name": "ppo", "aggregation": "sum", "kl_coefficient": -0.1}, "kl_coefficient"),
+        ({"name": "ppo", "aggregation": "sum", "kl_estimator": "k4"}, "'k4' is not one of k1, k2, k3"),
     ],
 )
 def test_an_impossible_loss_is_refused_by_name(fields: dict[str, object], message: str) -> None:
@@ -102,3 +106,11 @@ def test_differences_are_published_when_they_are_asked_for() -> None:
     outlet = parsing.parse_outlet(request)
     assert (outlet.transport, outlet.delta) == ("auto", True)
     assert not parsing.parse_outlet(pb.LoadStateRequest(transport="tcp")).delta
+
+
+def test_the_type_of_passes_is_one_of_two() -> None:
+    request = pb.CreateModelRequest(path="m", compute_dtype="bfloat16", gradient_checkpointing=True)
+    numerics = parsing.parse_source(request).numerics
+    assert (numerics.dtype, numerics.recompute) == (torch.bfloat16, True)
+    with pytest.raises(InvalidRequest, match="compute_dtype 'float16' is not one of float32, bfloat16"):
+        parsing.parse_source(pb.CreateModelRequest(path="m", compute_dtype="float16"))

@@ -29,6 +29,7 @@ from reflux_trainer.learner.figures import BatchSums
 from reflux_trainer.learner.lora import LoraAdapter
 from reflux_trainer.learner.losses.batch import TokenBatch
 from reflux_trainer.learner.losses.registry import token_losses
+from reflux_trainer.learner.numerics import FLOAT32, Numerics
 from reflux_trainer.learner.ops import BatchFigures, GroupData, LossSpec
 from reflux_trainer.learner.trainable import Trainable
 
@@ -45,16 +46,18 @@ class AdapterJob:
 class Learner(Trainable):
     """Model and optimizer of one run. Each `forward_backward` call is normalised by its own batch."""
 
-    def __init__(self, config: ModelConfig, params: Mapping[str, Tensor], seed: int) -> None:
+    def __init__(
+        self, config: ModelConfig, params: Mapping[str, Tensor], seed: int, numerics: Numerics = FLOAT32
+    ) -> None:
         super().__init__(params)
-        self.config = config
+        self.config, self.numerics = config, numerics
         self.generator = torch.Generator().manual_seed(seed)
 
     @classmethod
-    def from_folder(cls, folder: Path, seed: int) -> "Learner":
+    def from_folder(cls, folder: Path, seed: int, numerics: Numerics = FLOAT32) -> "Learner":
         """Loads a Hugging Face folder; errors as in `reflux_model.folder.load_folder`."""
         config, params = load_folder(folder)
-        return cls(config, params, seed)
+        return cls(config, params, seed, numerics)
 
     def forward_backward(
         self, groups: Sequence[GroupData], loss: LossSpec, micro_batch: int = 0, *, outputs: bool = False
@@ -68,7 +71,7 @@ class Learner(Trainable):
         poisoned, self.poisoned = self.poisoned, True  # what an exception leaves behind is half a gradient
         self.accumulated = True
         for part in micro_batches(groups, loss, micro_batch):
-            total = _total_loss(part, packed_scores(self.params, self.config, part.packed), loss, sums)
+            total = _total_loss(part, self._scores(part.packed, None), loss, sums)
             total.backward()
             poisoned |= not math.isfinite(float(total.detach()))
         self.poisoned = poisoned
@@ -80,7 +83,7 @@ class Learner(Trainable):
         The model's own gradient stays as it is. The figures hold all log-probs.
         """
         started = time.perf_counter()
-        base = {name: tensor.detach() for name, tensor in self.params.items()}
+        base = self._frozen()
         sums = [BatchSums(_count(job.groups)) for job in jobs]
         poisoned = [job.adapter.poisoned for job in jobs]
         for job in jobs:
@@ -88,7 +91,7 @@ class Learner(Trainable):
         for parts in _together([micro_batches(job.groups, job.loss) for job in jobs]):
             members = [(jobs[index].adapter, part.packed) for index, part in parts]
             total = torch.zeros(())
-            for (index, part), scores in zip(parts, _adapter_scores(base, self.config, members), strict=True):
+            for (index, part), scores in zip(parts, self._adapter_scores(base, members), strict=True):
                 own = _total_loss(part, scores, jobs[index].loss, sums[index])
                 poisoned[index] |= not math.isfinite(float(own.detach()))
                 total = total + own
@@ -122,9 +125,25 @@ class Learner(Trainable):
         return sums.figures(time.perf_counter() - started, outputs=True)
 
     def _scores(self, packed: PackedRows, adapter: LoraAdapter | None) -> TokenScores:
-        if adapter is None:
-            return packed_scores(self.params, self.config, packed)
-        return _adapter_scores(self.params, self.config, [(adapter, packed)])[0]
+        if adapter is not None:
+            return self._adapter_scores(self._frozen(), [(adapter, packed)])[0]
+        params, recompute = self.numerics.cast(self.params), self.numerics.recompute
+        return packed_scores(params, self.config, packed, recompute=recompute)
+
+    def _frozen(self) -> Parameters:
+        return self.numerics.cast({name: tensor.detach() for name, tensor in self.params.items()})
+
+    def _adapter_scores(self, base: Parameters, members: Sequence[tuple[LoraAdapter, PackedRows]]) -> list[TokenScores]:
+        """One pass over the rows of several adapters; scores of each."""
+        parts, row, token = [], 0, 0
+        for adapter, packed in members:
+            rows, tokens = slice(row, row + len(packed.tokens_RS)), slice(token, token + len(packed.targets_T))
+            parts.append(AdaptedRows(rows, tokens, self.numerics.cast(adapter.params), adapter.spec))
+            row, token = rows.stop, tokens.stop
+        joined = join_rows([packed for _, packed in members])
+        projections, recompute = LoraProjections(parts), self.numerics.recompute
+        scores = packed_scores(base, self.config, joined, projections=projections, recompute=recompute)
+        return [TokenScores(scores.logprobs_T[part.tokens], scores.entropies_T[part.tokens]) for part in parts]
 
 
 def _total_loss(part: MicroBatch, scores: TokenScores, loss: LossSpec, sums: BatchSums) -> Tensor:
@@ -149,20 +168,6 @@ def _total_loss(part: MicroBatch, scores: TokenScores, loss: LossSpec, sums: Bat
     total = torch.where(part.mask_T > 0, losses.loss_T * part.weights_T, 0.0).sum()
     sums.add(part, scores, sampler_T, losses.clipped_T, float(total.detach()))
     return total
-
-
-def _adapter_scores(
-    params: Parameters, config: ModelConfig, members: Sequence[tuple[LoraAdapter, PackedRows]]
-) -> list[TokenScores]:
-    """One pass over the rows of several adapters; scores of each."""
-    parts, row, token = [], 0, 0
-    for adapter, packed in members:
-        rows, tokens = slice(row, row + len(packed.tokens_RS)), slice(token, token + len(packed.targets_T))
-        parts.append(AdaptedRows(rows, tokens, adapter.params, adapter.spec))
-        row, token = rows.stop, tokens.stop
-    joined = join_rows([packed for _, packed in members])
-    scores = packed_scores(params, config, joined, projections=LoraProjections(parts))
-    return [TokenScores(scores.logprobs_T[part.tokens], scores.entropies_T[part.tokens]) for part in parts]
 
 
 def _together(streams: Sequence[Iterator[MicroBatch]]) -> Iterator[list[tuple[int, MicroBatch]]]:

@@ -30,6 +30,7 @@ from reflux_trainer.learner.adapters import PublishersBeside, chosen, merged_wei
 from reflux_trainer.learner.core import Learner
 from reflux_trainer.learner.journal import Figures, Journal, Kind
 from reflux_trainer.learner.lora import LoraAdapter
+from reflux_trainer.learner.numerics import FLOAT32, Numerics
 from reflux_trainer.learner.ops import CompletionData, GroupData
 from reflux_trainer.learner.publish import Outlet, PublishOrder, WeightPublisher
 from reflux_trainer.learner.state import StateCapture, restore
@@ -62,6 +63,15 @@ class Session:
         if name not in self.adapters:
             raise NotFound(f"adapter {name!r} is not loaded; call CreateAdapter or LoadState", adapter=name)
         return self.adapters[name]
+
+
+@dataclass(frozen=True)
+class Source:
+    """Which model to make: a folder in Hugging Face layout, and what it does not say."""
+
+    folder: Path
+    seed: int
+    numerics: Numerics = FLOAT32
 
 
 @dataclass(frozen=True)
@@ -111,15 +121,13 @@ class LearnerHost:
             raise NotFound(f"model {model_id!r} is not loaded, {loaded}; call CreateModel or LoadState", model=model_id)
         return self.session
 
-    async def create(self, model_id: str, folder: Path, seed: int, outlet: Outlet) -> Session:
+    async def create(self, model_id: str, source: Source, outlet: Outlet) -> Session:
         """Loads a model folder as operation 0; forgets what was there."""
-        return await self.finish(self._create(model_id, folder, seed, outlet))
+        return await self.finish(self._create(model_id, source, outlet))
 
-    async def load(
-        self, model_id: str, folder: Path, seed: int, outlet: Outlet, store: ObjectStore, key: str
-    ) -> Session:
-        """Loads a stored state; `folder` gives the shape. Forgets what was there."""
-        return await self.finish(self._load(model_id, folder, seed, outlet, store, key))
+    async def load(self, model_id: str, source: Source, outlet: Outlet, store: ObjectStore, key: str) -> Session:
+        """Loads a stored state; the folder gives the shape. Forgets what was there."""
+        return await self.finish(self._load(model_id, source, outlet, store, key))
 
     async def operate(self, model_id: str, op_id: int, kind: Kind, compute: Callable[[Learner], Figures]) -> Figures:
         """Runs operation `op_id` once; repeated calls get the first answer. Raises `OutOfOrderError`."""
@@ -145,17 +153,15 @@ class LearnerHost:
         """Streams the state; operations wait only while it is copied."""
         return await self.finish(self._save(self.require(model_id), store, key))
 
-    async def _create(self, model_id: str, folder: Path, seed: int, outlet: Outlet) -> Session:
+    async def _create(self, model_id: str, source: Source, outlet: Outlet) -> Session:
         async with self._publishing, self.order:
-            learner = await self.in_torch(Learner.from_folder, folder, seed)
+            learner = await self.in_torch(Learner.from_folder, source.folder, source.seed, source.numerics)
             return await self._install(model_id, learner, Journal(), outlet, epoch=0)
 
-    async def _load(
-        self, model_id: str, folder: Path, seed: int, outlet: Outlet, store: ObjectStore, key: str
-    ) -> Session:
+    async def _load(self, model_id: str, source: Source, outlet: Outlet, store: ObjectStore, key: str) -> Session:
         async with self._publishing, self.order:
-            config = await asyncio.to_thread(load_config, folder)
-            restored = await self.in_torch(restore, store, key, config, seed)
+            config = await asyncio.to_thread(load_config, source.folder)
+            restored = await self.in_torch(restore, store, key, config, source.seed, source.numerics)
             return await self._install(model_id, restored.learner, restored.journal, outlet, restored.epoch)
 
     async def _install(self, model_id: str, learner: Learner, journal: Journal, outlet: Outlet, epoch: int) -> Session:

@@ -11,6 +11,8 @@ from reflux_kit.errors import InvalidRequest
 from reflux_model.config import ModelConfig
 from reflux_trainer.algo.aggregation import AGGREGATIONS, Aggregation
 from reflux_trainer.algo.kl import ESTIMATORS, Estimator
+from reflux_trainer.learner.host import Source
+from reflux_trainer.learner.numerics import COMPUTE_DTYPES, Numerics
 from reflux_trainer.learner.ops import LOSSES, CompletionData, GroupData, LossName, LossSpec, StepSpec
 from reflux_trainer.learner.publish import WEIGHT_DTYPES, Outlet, PublishOrder
 from reflux_transfer.registry import BACKENDS
@@ -36,11 +38,15 @@ def parse_op_id(op_id: int) -> int:
     return op_id
 
 
-def parse_folder(path: str) -> Path:
-    """A model folder's path; whether it is complete is found on loading."""
-    if not path or "\0" in path:
+def parse_source(request: pb.CreateModelRequest | pb.LoadStateRequest) -> Source:
+    """A model folder's path, whose completeness is found on loading, and how passes are computed."""
+    if not request.path or "\0" in request.path:
         raise InvalidRequest("path must name a model folder in Hugging Face layout")
-    return Path(path)
+    dtype = request.compute_dtype or "float32"
+    if dtype not in COMPUTE_DTYPES:
+        raise InvalidRequest(f"compute_dtype {dtype!r} is not one of {', '.join(COMPUTE_DTYPES)}")
+    numerics = Numerics(dtype=COMPUTE_DTYPES[dtype], recompute=request.gradient_checkpointing)
+    return Source(Path(request.path), request.seed, numerics)
 
 
 def parse_outlet(request: pb.CreateModelRequest | pb.LoadStateRequest) -> Outlet:

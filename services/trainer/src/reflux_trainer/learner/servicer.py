@@ -33,10 +33,10 @@ class LearnerServicer(LearnerServiceServicer):
         self.incarnation = uuid.uuid4().hex
 
     async def CreateModel(self, request: pb.CreateModelRequest, context: Any) -> pb.CreateModelResponse:
-        model_id, folder = parsing.parse_model_id(request.model_id), parsing.parse_folder(request.path)
+        model_id, source = parsing.parse_model_id(request.model_id), parsing.parse_source(request)
         outlet = parsing.parse_outlet(request)
         with as_service_errors(), span("learner.create", model=model_id):
-            session = await self._host.create(model_id, folder, request.seed, outlet)
+            session = await self._host.create(model_id, source, outlet)
         metrics.VERSION.set(0)
         return pb.CreateModelResponse(num_parameters=num_parameters(session.learner.config))
 
@@ -152,11 +152,11 @@ class LearnerServicer(LearnerServiceServicer):
         model_id = parsing.parse_model_id(request.model_id)
         if request.adapter:
             return await self._load_adapter(model_id, parsing.parse_adapter(request.adapter), request)
-        folder, outlet = parsing.parse_folder(request.path), parsing.parse_outlet(request)
+        source, outlet = parsing.parse_source(request), parsing.parse_outlet(request)
         key = parsing_adapters.parse_state_key(request.objects, STATE_OBJECT)
         with as_service_errors(), span("learner.load", key=key):
             store = self._store(request.store_url)
-            session = await self._host.load(model_id, folder, request.seed, outlet, store, key)
+            session = await self._host.load(model_id, source, outlet, store, key)
         metrics.VERSION.set(session.learner.version)
         return pb.LoadStateResponse(op_id=session.journal.last, version=session.learner.version)
 

@@ -20,6 +20,7 @@ from reflux_storage.stores.base import ObjectStore
 from reflux_storage.stream import ObjectReceipt, TensorSource, write_tensors
 from reflux_trainer.learner.core import Learner
 from reflux_trainer.learner.journal import Journal
+from reflux_trainer.learner.numerics import FLOAT32, Numerics
 from reflux_trainer.learner.trainable import Trainable
 
 _STATE_VERSION = 1
@@ -61,7 +62,7 @@ class StateCapture:
         return write_tensors(store, key, self._sources)
 
 
-def restore(store: ObjectStore, key: str, config: ModelConfig, seed: int) -> Restored:
+def restore(store: ObjectStore, key: str, config: ModelConfig, seed: int, numerics: Numerics = FLOAT32) -> Restored:
     """Reads a state that belongs to `config`.
 
     Raises `StateMismatchError`, and the errors of reflux_storage for missing or damaged objects.
@@ -71,7 +72,8 @@ def restore(store: ObjectStore, key: str, config: ModelConfig, seed: int) -> Res
     counters = np.frombuffer(small["learner/counters"], np.int64)
     if int(counters[0]) != _STATE_VERSION:
         raise StateMismatchError(f"{key} has state version {counters[0]}, this learner reads {_STATE_VERSION}")
-    learner = Learner(config, {name: torch.zeros(shape) for name, shape in parameter_shapes(config).items()}, seed)
+    blank = {name: torch.zeros(shape) for name, shape in parameter_shapes(config).items()}
+    learner = Learner(config, blank, seed, numerics)
     journal = Journal.load(bytes(small["learner/journal"]))
     learner.version, learner.refused_steps, learner.poisoned = int(counters[1]), int(counters[3]), bool(counters[4])
     learner.generator.set_state(torch.frombuffer(small["learner/rng"], dtype=torch.uint8))
