@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from e2e_stack import Harness
+from e2e_tinker import offered
 
 from reflux_client import stack
 
@@ -20,6 +21,7 @@ def harness(tmp_path_factory):
         "REFLUX_STATE_DIR": str(folder),
         "REFLUX_TRAINER_RUNS_DIR": str(folder / "runs"),
         "REFLUX_STACK_SECRET": SECRET,
+        **offered(folder / "tinker"),
         "REFLUX_CACHE_DIR": str(Path(before.get("REFLUX_CACHE_DIR", "")).resolve())
         if "REFLUX_CACHE_DIR" in before
         else "",
