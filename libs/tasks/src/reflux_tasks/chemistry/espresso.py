@@ -76,9 +76,14 @@ _ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-    "OMPI_MCA_btl": "self",  # one process: neither network nor shared memory, which a sandbox refuses
     "OMPI_MCA_ess_singleton_isolated": "1",
+    "OMPI_MCA_pml": "ob1",
+    "OMPI_MCA_btl": "self",
+    "OMPI_MCA_mtl": "^ofi,psm,psm2",
+    "OMPI_MCA_osc": "^ucx",
+    "UCX_LOG_LEVEL": "fatal",
 }
+"""Debian's pw.x is built on Open MPI. One process needs no network and no shared memory, which a sandbox refuses."""
 
 
 @dataclass(frozen=True)
@@ -211,8 +216,8 @@ def _energy(output: str, where: Path) -> float:
     written.write_text(output, encoding="utf-8")
     try:
         energy = float(ase.io.read(written, format="espresso-out").get_potential_energy())  # pyright: ignore
-    except (ValueError, IndexError, AssertionError, KeyError, RuntimeError) as error:
-        raise VerificationError(f"the output of pw.x cannot be read: {error}") from error
+    except (ValueError, IndexError, AssertionError, KeyError, RuntimeError, StopIteration) as error:
+        raise VerificationError(f"the output of pw.x cannot be read: {error!r}") from error
     if not math.isfinite(energy):
         raise VerificationError("the energy of pw.x is not finite")
     return energy

@@ -1,0 +1,1 @@
+"""Synthesis planning: from a target oxide to precursors, amounts, gases and a temperature."""

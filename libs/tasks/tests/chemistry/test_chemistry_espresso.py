@@ -1,0 +1,105 @@
+"""Running pw.x: which files it gets, how it ends, and real energies where it is installed."""
+
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pymatgen.core import Lattice, Structure
+
+from reflux_tasks.chemistry import espresso
+from reflux_tasks.verify import VerificationError, VerifierUnavailable
+
+SILICON = Structure.from_spacegroup("Fd-3m", Lattice.cubic(5.431), ["Si"], [[0, 0, 0]]).get_primitive_structure()
+RUTILE = Structure.from_spacegroup(
+    "P4_2/mnm", Lattice.tetragonal(4.594, 2.959), ["Ti", "O"], [[0, 0, 0], [0.3053, 0.3053, 0]]
+)
+
+
+@pytest.fixture(scope="module")
+def pw() -> str:
+    try:
+        return espresso.program()
+    except VerifierUnavailable as error:
+        pytest.skip(f"Quantum ESPRESSO: {error}")
+
+
+def shell(script: str, where: Path, seconds: float = 60.0) -> str:
+    return espresso._run(["/bin/sh", "-c", script], where, seconds)
+
+
+def test_one_functional_is_chosen_where_the_files_allow_it() -> None:
+    chosen = {
+        elements: espresso.choose_pseudopotentials(elements.split())
+        for elements in ("Si", "Ti O", "Fe N", "Li Co O", "Ti N", "Xe", "Ti Xe")
+    }
+    assert {key: value and (value.functional, value.mixed) for key, value in chosen.items()} == {
+        "Si": ("pbe", False),
+        "Ti O": ("pz", False),
+        "Fe N": ("pbe", False),
+        "Li Co O": ("pbesol", False),
+        "Ti N": ("pbe", True),
+        "Xe": None,
+        "Ti Xe": None,
+    }
+
+
+def test_every_pseudopotential_of_the_table_is_in_the_package(pw: str) -> None:
+    del pw
+    files = {name for table in espresso.PSEUDOPOTENTIALS.values() for name in table.values()}
+    assert sorted(name for name in files if not (espresso.PSEUDO_FOLDER / name).is_file()) == []
+
+
+def test_a_program_that_takes_too_long_is_ended_with_all_that_it_started(tmp_path: Path) -> None:
+    with pytest.raises(VerificationError, match="more than"):
+        shell("sleep 600 & echo $! > child; echo ready; wait", tmp_path, 0.5)
+    child = int((tmp_path / "child").read_text())
+    state = subprocess.run(["ps", "-o", "stat=", "-p", str(child)], capture_output=True, text=True, check=False)
+    assert state.stdout.strip() in ("", "Z", "Zs", "ZN"), "a zombie is dead and waits for its reaper"
+
+
+@pytest.mark.parametrize(
+    ("script", "reason"),
+    [("echo lost; exit 3", "status 3: lost"), ("kill -9 $$", "status -9"), ("exit 1", "no output")],
+)
+def test_a_program_that_fails_is_an_error_and_no_grade(tmp_path: Path, script: str, reason: str) -> None:
+    with pytest.raises(VerificationError, match=reason):
+        shell(script, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("output", "reason"),
+    [("", "did not converge"), ("convergence has been achieved", "cannot be read"), ("NOT achieved", "converge")],
+)
+def test_output_without_an_energy_is_an_error(tmp_path: Path, output: str, reason: str) -> None:
+    with pytest.raises(VerificationError, match=reason):
+        espresso._energy(output, tmp_path)
+
+
+def test_a_missing_program_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(espresso.shutil, "which", lambda *_args, **_more: None)
+    with pytest.raises(VerifierUnavailable, match="apt-get install"):
+        espresso.program()
+
+
+def test_magnetic_elements_start_with_a_spin() -> None:
+    pytest.importorskip("ase")
+    iron = Structure(Lattice.cubic(2.87), ["Fe", "Fe"], [[0, 0, 0], [0.5, 0.5, 0.5]])
+    pseudos = espresso.choose_pseudopotentials(["Fe"])
+    assert pseudos is not None
+    assert "nspin" in espresso.scf_input(iron, pseudos)
+    pseudos = espresso.choose_pseudopotentials(["Si"])
+    assert pseudos is not None
+    assert "nspin" not in espresso.scf_input(SILICON, pseudos)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("structure", "stretched_gain"), [(SILICON, 0.02), (RUTILE, 0.02)], ids=["silicon", "rutile"])
+def test_real_crystals_are_more_stable_than_stretched_ones(pw: str, structure: Any, stretched_gain: float) -> None:
+    del pw
+    pseudos = espresso.choose_pseudopotentials(structure.symbol_set)
+    assert pseudos is not None
+    stretched = structure.copy()
+    stretched.apply_strain(0.06)
+    energies = [espresso.scf_energy(each, pseudos) for each in (structure, stretched)]
+    assert energies[1] - energies[0] > stretched_gain
