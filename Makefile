@@ -7,7 +7,7 @@ export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE := 1
 
-.PHONY: setup demo demo-seeds test test-k8s soak test-engines bench-scheduler bench-weights bench-gateway bench-rl bench-sandbox load-gateway check protos format clean
+.PHONY: setup demo demo-seeds test test-k8s soak test-engines test-tinker bench-scheduler bench-weights bench-gateway bench-rl bench-sandbox load-gateway check protos format clean
 
 setup:
 	@bash deploy/setup.sh $(VENV)
@@ -33,6 +33,11 @@ test-engines: setup
 	@case "$(ENGINES)" in *sglang*) bash deploy/engines/sglang.sh .venv-sglang ;; esac
 	@bash deploy/engines/model.sh .venv-vllm $(ENGINE_MODEL)
 	@REFLUX_TEST_ENGINES=$(ENGINE_MODEL) REFLUX_TEST_ENGINES_ONLY="$(ENGINES)" $(PY) -m pytest tests/engines --timeout 900
+
+# The supervised and RL loops of tinker-cookbook against the whole stack, in an environment of their own (made once).
+test-tinker: setup
+	@bash deploy/tinker.sh .venv-tinker
+	@$(PY) -m pytest -m "slow or not slow" tests/e2e/test_tinker.py tests/e2e/test_tinker_cookbook.py
 
 soak: setup
 	@$(PY) -m pytest -m "slow or not slow"
