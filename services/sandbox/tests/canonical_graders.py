@@ -17,7 +17,7 @@ class LoadedVerifiers:
 
     def rows(self) -> list[dict[str, Any]]:
         row = {"name": "test/own", "version": "1", "fidelity": "rule", "trusted": True, "cost_seconds": 0.001}
-        return [row | {"canonical_form": "own"}]
+        return [row | {"canonical_form": "own", "weakest_tier": "process"}]
 
     def grade(self, verifier: str, payload: str, answers: list[str]) -> dict[str, Any]:
         if not verifier.endswith("#canonical"):

@@ -54,6 +54,11 @@ def _malformed(payload: str, answers: list[str]) -> list[dict[str, Any]]:
     return [{"outcome": "scored", "reward": "much", "figures": {}, "message": ""} for _ in answers]
 
 
+def _hostile(payload: str, answers: list[str]) -> list[dict[str, Any]]:
+    exec(answers[0], {})
+    return _length(payload, answers)
+
+
 _VERIFIERS = {
     "test/length": (_length, "rule", True),
     "test/apart": (_length, "rule", False),
@@ -63,19 +68,31 @@ _VERIFIERS = {
     "test/memory": (_memory, "rule", False),
     "test/native": (_native, "full", True),
     "test/exec": (_plain_exec, "rule", True),
+    "test/hostile": (_hostile, "rule", False),
     "test/malformed": (_malformed, "rule", True),
 }
+
+
+def family_names() -> list[str]:
+    return ["test"]
 
 
 class LoadedVerifiers:
     """The interface of reflux_sandbox.isolation.graders.LoadedVerifiers."""
 
-    def __init__(self, cache_folder: Path) -> None:
+    def __init__(self, cache_folder: Path, family: str) -> None:
         self.problems: list[str] = []
 
     def rows(self) -> list[dict[str, Any]]:
         return [
-            {"name": name, "version": "1", "fidelity": fidelity, "trusted": trusted, "cost_seconds": 0.001}
+            {
+                "name": name,
+                "version": "1",
+                "fidelity": fidelity,
+                "trusted": trusted,
+                "cost_seconds": 0.001,
+                "weakest_tier": "process" if name in ("test/length", "test/native") else "prefork",
+            }
             for name, (_, fidelity, trusted) in _VERIFIERS.items()
         ]
 

@@ -30,7 +30,8 @@ def spec(*answers, **changes):
 
 
 @pytest.fixture
-async def answer_keys_of(isolation_options):
+async def answer_keys_of(isolation_options, monkeypatch):
+    monkeypatch.setattr(keys, "_CHILD_SECONDS", 60.0)
     isolation = ProcessIsolation(**isolation_options(graders="canonical_graders", idle_target=1, most_children=2))
     await isolation.start()
     made = AnswerKeys(isolation, 64 << 20)

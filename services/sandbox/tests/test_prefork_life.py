@@ -12,6 +12,9 @@ from reflux_sandbox.execution import CodeRequest, GradeSession, SessionLost, run
 from reflux_sandbox.isolation.base import ChildLimits, IsolationUnavailable
 from reflux_sandbox.isolation.prefork import PreforkIsolation
 
+FULL = 4
+"""Two idle children for each of two templates: one with the verifiers, one without for code."""
+
 
 @pytest.fixture
 async def prefork(namespaces, isolation_options):
@@ -26,7 +29,7 @@ def code(text, seconds=5.0):
 
 
 def session(isolation, profile="grade"):
-    return GradeSession(isolation, profile, 256 << 20, 60)
+    return GradeSession(isolation, profile, 256 << 20, 60, family="test")
 
 
 def descendants(pid):
@@ -59,13 +62,13 @@ async def leaks_after_timeouts(prefork, count):
             await prefork.acquire(), code("import os; os.fork(); os.setsid(); os.fork()\nwhile True: pass", 0.05)
         )
 
-    await until(lambda: prefork.idle_children == 2, "a full pool")
+    await until(lambda: prefork.idle_children == FULL, "a full pool")
     before = (len(list(Path("/proc/self/fd").iterdir())), len(descendants(os.getpid())))
     old = zombies()  # of other tests in this process, if any
     for _ in range(count // 4):
         results = await asyncio.gather(*(one() for _ in range(4)))
         assert {result.status for result in results} == {"timeout"}
-    await until(lambda: prefork.idle_children == 2, "a full pool")
+    await until(lambda: prefork.idle_children == FULL, "a full pool")
     await until(lambda: len(descendants(os.getpid())) == before[1], "no process left over")
     assert len(list(Path("/proc/self/fd").iterdir())) == before[0]
     await until(lambda: zombies() <= old, "no zombie left over")
@@ -129,7 +132,7 @@ async def test_only_native_verifiers_may_start_programs(prefork):
 
 async def test_a_killed_warm_parent_takes_its_children_along_and_is_replaced(prefork):
     child = await prefork.acquire()
-    warm = descendants(prefork.warm_parent_pid)[0][1]
+    warm = descendants(prefork.warm_parent_pid())[0][1]
     os.kill(warm, signal.SIGKILL)
     await asyncio.wait_for(child.until_dead(), 5)
     await child.end()
@@ -142,9 +145,9 @@ async def _run_one(prefork, text):
 
 
 async def test_a_cancelled_caller_leaves_no_child(prefork):
-    await until(lambda: prefork.idle_children == 2, "a full pool")
+    await until(lambda: prefork.idle_children == FULL, "a full pool")
     task = asyncio.create_task(_run_one(prefork, "import time; time.sleep(60)"))
-    await until(lambda: prefork.busy_children == 1 and prefork.idle_children == 2, "a busy child")
+    await until(lambda: prefork.busy_children == 1 and prefork.idle_children == FULL, "a busy child")
     await asyncio.sleep(0.05)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -155,8 +158,8 @@ async def test_a_cancelled_caller_leaves_no_child(prefork):
 async def test_closing_leaves_no_process_folder_or_cgroup(namespaces, isolation_options):
     isolation = PreforkIsolation(**isolation_options())
     await isolation.start()
-    await until(lambda: isolation.idle_children == 2, "a full pool")
-    launcher = isolation.warm_parent_pid
+    await until(lambda: isolation.idle_children == FULL, "a full pool")
+    launcher = isolation.warm_parent_pid()
     tree = {launcher, *(pid for _, pid in descendants(launcher))}
     groups = [Path(path).parent for path in isolation.cgroup_procs(0)]
     assert len(tree) > 3
@@ -209,7 +212,7 @@ while True: os.fork()
 
 
 async def test_the_warm_parent_has_one_thread_and_no_secret(prefork):
-    warm = descendants(prefork.warm_parent_pid)[0][1]
+    warm = descendants(prefork.warm_parent_pid())[0][1]
     assert "Threads:\t1\n" in Path(f"/proc/{warm}/status").read_text()
     assert not any("threads" in reason for reason in prefork.reasons)
 

@@ -39,13 +39,13 @@ async def test_the_xrd_verifiers_grade_in_a_child(isolation, cache_folder, fidel
     problem = task.problem("heldout", 3)
     answers = [task.decode(task.answer_ids(problem)), "no answer at all"]
     profile = next(info.profile for info in isolation.verifiers if info.name == name)
-    async with GradeSession(isolation, profile, 1 << 30, 120) as session:
+    async with GradeSession(isolation, profile, 1 << 30, 120, family="xrd-phase-id") as session:
         answer = await session.grade(name, json.dumps(task.truth(problem)), answers)
-    assert [grade["outcome"] for grade in answer["grades"]] == ["scored", "invalid"]
+    assert [grade["outcome"] for grade in answer["grades"]] == ["scored", "invalid"], answer
     assert answer["grades"][0]["reward"] > 0.5
 
 
 async def test_a_payload_of_another_task_is_an_error_not_a_grade(isolation):
-    async with GradeSession(isolation, "grade", 1 << 30, 120) as session:
+    async with GradeSession(isolation, "grade", 1 << 30, 120, family="xrd-phase-id") as session:
         answer = await session.grade("xrd-phase-id/label", "{}", ["x"])
     assert answer["error"] == "payload"

@@ -49,6 +49,9 @@ class Verifier(ABC):
     """True when an answer is only data to it, so that one child may grade a whole group."""
     cost_seconds: ClassVar[float]
     """Typical CPU seconds per answer on one core, for scheduling and deadlines."""
+    weakest_tier: ClassVar[Literal["process", "prefork", "bwrap", "gvisor"]] = "prefork"
+    """Isolation below which the sandbox does not offer it. `process` (limits only) is for verifiers to which any answer
+    is plain data, without a parser in native code; `gvisor` for those that run what an answer says."""
     canonical_form: ClassVar[Form] = "words"
     """Which answers have equal grades, see `canonical.Form`; "exact" where white space matters, such as in code."""
 

@@ -10,24 +10,28 @@ from reflux_sandbox.isolation.base import Isolation, Tier
 _WAITING_PER_SLOT = 8
 
 
-class CodeRunner:
-    """`unsafe` allows tiers below prefork, where the code can read what the service can read."""
+def refuse_weak(isolation: Isolation) -> None:
+    """Raises WrongState below prefork: text that a model wrote could read and change what the service can."""
+    if isolation.tier < Tier.PREFORK:
+        raise WrongState(
+            f"the {isolation.name} tier is unsafe for model-written code, which it never runs; "
+            "run the service where prefork, bwrap or gvisor works",
+            tier=isolation.name,
+        )
 
-    def __init__(self, isolation: Isolation, concurrency: int, *, unsafe: bool) -> None:
+
+class CodeRunner:
+    """Refuses below prefork, and what would wait too long."""
+
+    def __init__(self, isolation: Isolation, concurrency: int) -> None:
         self._isolation = isolation
         self._slots = asyncio.Semaphore(concurrency)
         self._most = concurrency * (1 + _WAITING_PER_SLOT)
         self._present = 0
-        self._unsafe = unsafe
 
     async def run(self, request: CodeRequest) -> CodeResult:
         """Raises WrongState on a weak tier and CapacityExhausted when too many wait."""
-        if self._isolation.tier < Tier.PREFORK and not self._unsafe:
-            raise WrongState(
-                f"the {self._isolation.name} tier is too weak for model-written code; "
-                "run the service where namespaces work, or set REFLUX_SANDBOX_UNSAFE_CODE=1",
-                tier=self._isolation.name,
-            )
+        refuse_weak(self._isolation)
         if self._present >= self._most:
             raise CapacityExhausted(f"{self._present} runs are under way or wait; try again later")
         self._present += 1

@@ -116,7 +116,9 @@ class Dispatcher:
     def _session(self, info: VerifierInfo) -> GradingSession:
         if (place := self._route(info)) is not None:
             return place.session(info)
-        return GradeSession(self._isolation, info.profile, self._limits.memory_bytes, _MOST_CPU_SECONDS)
+        return GradeSession(
+            self._isolation, info.profile, self._limits.memory_bytes, _MOST_CPU_SECONDS, family=info.family
+        )
 
     async def _more(self, queue: str, verifier: str, most: int, closes: float) -> list[Leased]:
         """Further jobs of the verifier; none when the window is over, or when another verifier waits."""

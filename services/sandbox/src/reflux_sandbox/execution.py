@@ -6,15 +6,14 @@ import secrets
 import time
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Self
 
+from reflux_sandbox.endings import Status, cause, describe
 from reflux_sandbox.isolation.base import Isolation, Profile
-from reflux_sandbox.isolation.handle import ChildHandle, Ending
-from reflux_sandbox.isolation.worker import MEMORY_SIGNAL, PIDS_SIGNAL
+from reflux_sandbox.isolation.handle import ChildHandle
 
-Status = Literal["ok", "nonzero", "signal", "timeout", "memory", "pids", "infra_error"]
-
-_SIGKILL, _SIGXCPU = 9, 24
+_SIGKILL = 9
+_SPARE_CPU_SECONDS = 2
 _LAST_WORDS_SECONDS = 2.0
 
 
@@ -25,6 +24,8 @@ class CodeRequest:
     code: str
     wall_seconds: float
     memory_bytes: int
+    cpu_seconds: int = 0
+    """Per process; 0: somewhat more than the wall clock allows one core."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,15 +44,11 @@ class CodeResult:
 async def run_code(child: ChildHandle, request: CodeRequest) -> CodeResult:
     """Runs untrusted text in `child` and uses it up. Processor time is capped near the wall-clock limit."""
     start = time.monotonic()
+    cpu_seconds = request.cpu_seconds or int(request.wall_seconds) + _SPARE_CPU_SECONDS
     timed_out = False
     try:
         await child.send(
-            {
-                "profile": "code",
-                "code": request.code,
-                "memory_bytes": request.memory_bytes,
-                "cpu_seconds": int(request.wall_seconds) + 2,
-            }
+            {"profile": "code", "code": request.code, "memory_bytes": request.memory_bytes, "cpu_seconds": cpu_seconds}
         )
         async with asyncio.timeout(request.wall_seconds):
             await child.until_dead()
@@ -60,7 +57,7 @@ async def run_code(child: ChildHandle, request: CodeRequest) -> CodeResult:
     finally:
         ending = await child.end()
     return CodeResult(
-        status=_status(ending, timed_out),
+        status=cause(ending, timed_out=timed_out, cpu_limit_seconds=cpu_seconds),
         exit_code=-_SIGKILL if ending.exit_code is None else ending.exit_code,
         stdout=child.stdout.kept,
         stderr=child.stderr.kept,
@@ -68,21 +65,6 @@ async def run_code(child: ChildHandle, request: CodeRequest) -> CodeResult:
         wall_seconds=time.monotonic() - start,
         cpu_seconds=ending.cpu_seconds,
     )
-
-
-def _status(ending: Ending, timed_out: bool) -> Status:
-    code = ending.exit_code
-    if timed_out or code == -_SIGXCPU:
-        return "timeout"
-    if code == -MEMORY_SIGNAL or (ending.memory_kills and code != 0):
-        return "memory"
-    if code is None:
-        return "infra_error"
-    if code == -PIDS_SIGNAL:
-        return "pids"
-    if code < 0:
-        return "signal"
-    return "ok" if code == 0 else "nonzero"
 
 
 class SessionLost(ConnectionError):
@@ -99,14 +81,18 @@ class GradeSession:
     Use as a context manager; leaving it ends the child. After an error the session is over.
     """
 
-    def __init__(self, isolation: Isolation, profile: Profile, memory_bytes: int, cpu_seconds: int) -> None:
+    def __init__(
+        self, isolation: Isolation, profile: Profile, memory_bytes: int, cpu_seconds: int, *, family: str
+    ) -> None:
+        """`family` names the verifiers that the child must have (`VerifierInfo.family`)."""
         self._isolation = isolation
+        self._family = family
         self._request = {"profile": profile, "memory_bytes": memory_bytes, "cpu_seconds": cpu_seconds}
         self._nonce = secrets.token_hex(16)
         self._child: ChildHandle | None = None
 
     async def __aenter__(self) -> Self:
-        self._child = await self._isolation.acquire()
+        self._child = await self._isolation.acquire(self._family)
         try:
             await self._child.send({**self._request, "nonce": self._nonce})
         except BaseException:  # the child is ours already: a cancelled start must not leak it
@@ -134,14 +120,8 @@ class GradeSession:
                     await self._child.until_dead()
             ending = await self._child.end()
             text = self._child.stderr.kept.decode(errors="replace").strip()[-500:]
-            raise SessionLost(_why(ending, text), memory=bool(ending.memory_kills))
+            why = describe("the verifier", ending, int(self._request["cpu_seconds"]), text)
+            raise SessionLost(why, memory=bool(ending.memory_kills))
         if answer.pop("nonce", None) != self._nonce:
             raise SessionLost("the child's answer does not carry this session's nonce")
         return answer
-
-
-def _why(ending: Ending, text: str) -> str:
-    if ending.memory_kills:
-        return "the verifier was killed for memory"
-    how = "was killed" if ending.exit_code is None else f"ended with {ending.exit_code}"
-    return f"the verifier's child {how}: {text}" if text else f"the verifier's child {how}"

@@ -13,6 +13,8 @@ log = logging.getLogger(__name__)
 
 _CHILD_SECONDS = 5.0
 _CHILD_CPU_SECONDS = 10
+_MOST_CHILDREN = 4
+"""At one time."""
 _MOST_CHARACTERS = 1 << 16
 """A longer canonical text is not taken: the answer then stands for itself."""
 
@@ -24,25 +26,28 @@ class AnswerKeys:
     def __init__(self, isolation: Isolation, memory_bytes: int) -> None:
         self._isolation = isolation
         self._memory_bytes = memory_bytes
+        self._room = asyncio.Semaphore(_MOST_CHILDREN)
 
     async def filled(self, spec: JobSpec, info: VerifierInfo) -> JobSpec:
-        """The job with one canonical text per answer; at most `_CHILD_SECONDS` and one child for "own" forms."""
+        """The job with one canonical text per answer; one child of at most 5 s for "own" forms."""
         if info.canonical_form != "own":
             return dataclasses.replace(
                 spec, canonical=tuple(text_form(info.canonical_form, answer) for answer in spec.answers)
             )
-        texts = await self._own(spec)
+        async with self._room:
+            texts = await self._own(spec, info)
         canonical = tuple(
             f"words\0{text_form('words', answer)}" if text is None else f"own\0{text}"
             for text, answer in zip(texts, spec.answers, strict=True)
         )
         return dataclasses.replace(spec, canonical=canonical)
 
-    async def _own(self, spec: JobSpec) -> list[str | None]:
+    async def _own(self, spec: JobSpec, info: VerifierInfo) -> list[str | None]:
         nothing: list[str | None] = [None] * len(spec.answers)
         try:
             async with asyncio.timeout(min(_CHILD_SECONDS, spec.deadline_seconds)):
-                session = GradeSession(self._isolation, "grade", self._memory_bytes, _CHILD_CPU_SECONDS)
+                limits = (self._memory_bytes, _CHILD_CPU_SECONDS)
+                session = GradeSession(self._isolation, "grade", *limits, family=info.family)
                 async with session:
                     answer = await session.grade(f"{spec.verifier}#canonical", spec.payload, list(spec.answers))
         except (TimeoutError, SessionLost) as error:

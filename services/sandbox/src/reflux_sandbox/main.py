@@ -46,7 +46,7 @@ async def build(settings: SandboxSettings) -> AsyncIterator[Service]:
         limits = settings.dispatch_limits()
         work = Dispatcher(store, isolation, limits, route=places.route, elsewhere=places.verifiers)
         dispatcher = await stack.enter_async_context(work)
-        runner = CodeRunner(isolation, settings.code_concurrency, unsafe=settings.unsafe_code)
+        runner = CodeRunner(isolation, settings.code_concurrency)
         servicer = SandboxServicer(settings, store, dispatcher, runner, isolation, reasons)
         yield Service((Mount(servicer, add_SandboxServiceServicer_to_server, SERVICE_NAME),))
 

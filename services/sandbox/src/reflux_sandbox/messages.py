@@ -49,7 +49,9 @@ def parse_code(request: pb.RunCodeRequest, most_seconds: float, most_bytes: int)
     memory = request.memory_bytes or min(_DEFAULT_CODE_BYTES, most_bytes)
     if not _LEAST_CODE_BYTES <= memory <= most_bytes:
         raise InvalidRequest(f"memory_bytes must be {_LEAST_CODE_BYTES} to {most_bytes}, got {memory}")
-    return CodeRequest(code=request.code, wall_seconds=seconds, memory_bytes=memory)
+    if request.cpu_seconds > most_seconds:
+        raise InvalidRequest(f"cpu_seconds must be 0 to {most_seconds:.0f}, got {request.cpu_seconds}")
+    return CodeRequest(code=request.code, wall_seconds=seconds, memory_bytes=memory, cpu_seconds=request.cpu_seconds)
 
 
 def to_code_response(result: CodeResult) -> pb.RunCodeResponse:

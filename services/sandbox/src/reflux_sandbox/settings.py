@@ -18,11 +18,8 @@ class SandboxSettings(ServiceSettings):
 
     listen: str = "127.0.0.1:7005"
 
-    isolation: Literal["auto", "prefork", "process"] = "auto"
-    """auto: the strongest tier that this machine can run. process (limits only, weak) may be asked for by name."""
-
-    unsafe_code: bool = False
-    """Allow RunCode in the process tier, where model-written code can read what this service can read."""
+    isolation: Literal["auto", "prefork", "bwrap", "gvisor", "process"] = "auto"
+    """auto: prefork, or where it cannot run bwrap, then gvisor; never process (limits only, unsafe)."""
 
     identity: str = ""
     """Name of this service across restarts, for the leases on jobs; empty: host name and listen address."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
@@ -41,6 +41,7 @@ class SurrogateVerifier(Verifier):
     version: ClassVar[str] = "surrogate-2"
     fidelity: ClassVar[Fidelity] = "surrogate"
     trusted: ClassVar[bool] = True
+    weakest_tier: ClassVar[Literal["process", "prefork", "bwrap", "gvisor"]] = "process"
     cost_seconds: ClassVar[float] = 5e-4
     canonical_form: ClassVar[Form] = "parts"
 

@@ -8,16 +8,22 @@ from typing import Any, Literal
 from reflux_sandbox.isolation.handle import ChildHandle
 from reflux_tasks.canonical import Form
 
-TierName = Literal["prefork", "process"]
-Profile = Literal["code", "grade", "native"]
-"""code: text of a model. grade: a verifier in the warm interpreter. native: one that may start programs."""
+TierName = Literal["prefork", "bwrap", "gvisor", "process"]
+Profile = Literal["code", "session", "grade", "native"]
+"""code, session: text of a model. grade: a verifier in a warm interpreter. native: one that may start programs."""
 
 
 class Tier(IntEnum):
-    """Strength; higher is stronger. Gaps are for bwrap and gvisor."""
+    """Strength; higher is stronger. Text that a model wrote never runs below PREFORK."""
 
     PROCESS = 10
+    """Limits only."""
     PREFORK = 30
+    """Namespaces, read-only tree, call filter; the memory of the warm parent is shared."""
+    BWRAP = 40
+    """As prefork, in an interpreter that was started inside: no memory of a warm parent."""
+    GVISOR = 50
+    """A kernel of its own in user space."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +40,8 @@ class ChildLimits:
     """Inodes of each tmpfs folder."""
     open_files: int = 256
     cpu_seconds: int = 3600
+    cpu_cores: float = 2.0
+    """Cores that all processes of one child get together, where there are cgroups."""
 
     def to_json(self) -> dict[str, int]:
         return asdict(self)
@@ -54,6 +62,13 @@ class VerifierInfo:
     cost_seconds: float
     canonical_form: Form = "words"
     """Which answers are equal to it."""
+    weakest_tier: TierName = "prefork"
+    """Weaker tiers do not offer it."""
+
+    @property
+    def family(self) -> str:
+        """The task; verifiers of one task share a warm parent."""
+        return self.name.partition("/")[0]
 
     @property
     def profile(self) -> Profile:
@@ -65,8 +80,9 @@ class Isolation(ABC):
     """Hands out warm, confined, single-use children.
 
     `start` brings the mechanism up or raises IsolationUnavailable. `acquire` returns a child that has said hello and
-    never had work; the caller gives it one piece of work (`execution`) and always calls its `end`. `close` leaves no
-    process behind. A child that dies by itself shows as a closed channel, never as an exception of the mechanism.
+    never had work: one with the verifiers of a family, or without any (family "") for text that a model wrote. The
+    caller gives it one piece of work (`execution`, `sessions`) and always calls its `end`. `close` leaves no process
+    behind. A child that dies by itself shows as a closed channel, never as an exception of the mechanism.
     """
 
     name: TierName
@@ -80,13 +96,13 @@ class Isolation(ABC):
     @property
     @abstractmethod
     def verifiers(self) -> list[VerifierInfo]:
-        """Verifiers that a child of this mechanism can run."""
+        """Verifiers that children of this mechanism can run and that accept its tier."""
 
     @abstractmethod
     async def start(self) -> None: ...
 
     @abstractmethod
-    async def acquire(self) -> ChildHandle: ...
+    async def acquire(self, family: str = "") -> ChildHandle: ...
 
     @abstractmethod
     async def close(self) -> None: ...
@@ -100,6 +116,9 @@ class Isolation(ABC):
     def busy_children(self) -> int: ...
 
 
-def verifier_infos(rows: list[dict[str, Any]]) -> list[VerifierInfo]:
-    """Parses the `ready` frame of a warm parent."""
-    return [VerifierInfo(**row) for row in rows]
+def offered(rows: list[dict[str, Any]], tier: Tier) -> tuple[list[VerifierInfo], list[str]]:
+    """Parses the rows of a `ready` frame: the verifiers that accept `tier`, and a sentence for each that does not."""
+    infos = [VerifierInfo(**row) for row in rows]
+    refused = [info for info in infos if Tier[info.weakest_tier.upper()] > tier]
+    notes = [f"verifier {info.name} is not offered: it wants {info.weakest_tier} or stronger" for info in refused]
+    return [info for info in infos if info not in refused], notes

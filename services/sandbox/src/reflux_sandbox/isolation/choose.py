@@ -1,30 +1,38 @@
-"""Picks the strongest tier that this machine can run, and says why."""
+"""Picks the tier: the default that this machine can run, or the one asked for by name; and says why."""
 
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, Literal
 
 from reflux_kit.errors import StartupError
 from reflux_sandbox.isolation.base import Isolation, IsolationUnavailable, TierName
+from reflux_sandbox.isolation.bwrap import BwrapIsolation
+from reflux_sandbox.isolation.gvisor import GvisorIsolation
 from reflux_sandbox.isolation.prefork import PreforkIsolation
 from reflux_sandbox.isolation.process import ProcessIsolation
 
 log = logging.getLogger(__name__)
 
-TIERS: dict[TierName, type[PreforkIsolation] | type[ProcessIsolation]] = {
+TIERS: dict[TierName, type[PreforkIsolation | BwrapIsolation | GvisorIsolation | ProcessIsolation]] = {
     "prefork": PreforkIsolation,
+    "bwrap": BwrapIsolation,
+    "gvisor": GvisorIsolation,
     "process": ProcessIsolation,
 }
+_AUTO: tuple[TierName, ...] = ("prefork", "bwrap", "gvisor")
+"""Fastest first; all of them hold model-written code. `process` is never chosen without its name."""
 
 
 @asynccontextmanager
-async def open_isolation(wanted: str, **options: Any) -> AsyncIterator[tuple[Isolation, list[str]]]:
-    """Yields the started mechanism and the reasons for it. `auto` falls back to a weaker one with a warning.
+async def open_isolation(
+    wanted: TierName | Literal["auto"], **options: Any
+) -> AsyncIterator[tuple[Isolation, list[str]]]:
+    """Yields the started mechanism and the reasons for it. `auto` takes the next tier where prefork is not possible.
 
     Raises StartupError when the mechanism that was asked for by name, or every one, cannot run here.
     """
-    names: list[TierName] = ["prefork", "process"] if wanted == "auto" else [wanted]  # type: ignore[list-item]
+    names: tuple[TierName, ...] = _AUTO if wanted == "auto" else (wanted,)
     missing: list[str] = []
     for name in names:
         isolation = TIERS[name](**options)
@@ -41,4 +49,5 @@ async def open_isolation(wanted: str, **options: Any) -> AsyncIterator[tuple[Iso
         finally:
             await isolation.close()
         return
-    raise StartupError("no isolation: " + "; ".join(missing))
+    way_out = "; REFLUX_SANDBOX_ISOLATION=process runs trusted verifiers without isolation" if wanted == "auto" else ""
+    raise StartupError("no isolation: " + "; ".join(missing) + way_out)

@@ -7,7 +7,7 @@ import signal
 import socket
 from dataclasses import dataclass
 
-from reflux_sandbox.isolation import kernel, seccomp, tree
+from reflux_sandbox.isolation import kernel, landlock, seccomp, tree
 from reflux_sandbox.isolation.base import ChildLimits
 
 _NAMESPACES = (
@@ -55,6 +55,7 @@ def confine(cell: Cell, limits: ChildLimits, keep: set[int]) -> None:
     _die_with_parent(cell.parent)
     kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
     kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
+    landlock.restrict(cell.writable, tree.WRITABLE_DEVICES)
     kernel.install_filter(seccomp.allow_list())
     kernel.close_all_but(keep | {0, 1, 2})
 
@@ -66,7 +67,6 @@ def set_ceilings(limits: ChildLimits, *, processes: bool = True) -> None:
         (resource.RLIMIT_NOFILE, limits.open_files),
         (resource.RLIMIT_CORE, 0),
         (resource.RLIMIT_MEMLOCK, 0),
-        (resource.RLIMIT_MSGQUEUE, 0),
     ]
     if processes:
         ceilings.append((resource.RLIMIT_NPROC, limits.processes))

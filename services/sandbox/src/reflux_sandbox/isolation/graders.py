@@ -1,4 +1,4 @@
-"""Warm side of verification: loads the installed tasks once, turns `Verifier.grade` into plain JSON."""
+"""Warm side of verification: loads an installed task once, turns `Verifier.grade` into plain JSON."""
 
 import json
 import math
@@ -12,20 +12,23 @@ from reflux_tasks.verify import Grade, VerificationError, Verifier, VerifierUnav
 _MESSAGE_CHARACTERS = 500
 
 
-class LoadedVerifiers:
-    """Verifiers of every installed task by "task/verifier"; `problems` says which tasks do not load, and why."""
+def family_names() -> list[str]:
+    """A family per installed task."""
+    return task_names()
 
-    def __init__(self, cache_folder: Path) -> None:
+
+class LoadedVerifiers:
+    """Verifiers of one installed task by "task/verifier"; `problems` says why it does not load, or a verifier."""
+
+    def __init__(self, cache_folder: Path, family: str) -> None:
         self._verifiers: dict[str, Verifier] = {}
         self.problems: list[str] = []
-        for name in task_names():
-            try:
-                task = create_task(name, 0, cache_folder)
-                verifiers = {f"{name}/{key}": verifier for key, verifier in task.verifiers.items()}
-                self._verifiers.update(verifiers)
-                self._prepare(verifiers)
-            except Exception as error:  # task boundary: one broken plug-in must not take the others down
-                self.problems.append(f"task {name} is not usable: {type(error).__name__}: {error}")
+        try:
+            task = create_task(family, 0, cache_folder)
+            self._verifiers = {f"{family}/{key}": verifier for key, verifier in task.verifiers.items()}
+            self._prepare(self._verifiers)
+        except Exception as error:  # task boundary: one broken plug-in must not take the others down
+            self.problems.append(f"task {family} is not usable: {type(error).__name__}: {error}")
 
     def _prepare(self, verifiers: Mapping[str, Verifier]) -> None:
         """A verifier without its tool stays: its jobs end as infra_error with the way out."""
@@ -44,6 +47,7 @@ class LoadedVerifiers:
                 "fidelity": verifier.fidelity,
                 "trusted": verifier.trusted,
                 "cost_seconds": verifier.cost_seconds,
+                "weakest_tier": verifier.weakest_tier,
                 "canonical_form": verifier.canonical_form,
             }
             for name, verifier in sorted(self._verifiers.items())

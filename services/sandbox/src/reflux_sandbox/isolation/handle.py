@@ -1,6 +1,7 @@
 """The service's end of one child: its channel, its output, its death. The same for every isolation tier."""
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
@@ -16,6 +17,8 @@ _STREAM_LIMIT = 1 << 20
 _HELLO_SECONDS = 60.0
 _DRAIN_SECONDS = 5.0
 """How long output that is still in the pipe may take after the child's death."""
+_FLOOD_FACTOR = 256
+"""A child that writes this many times what is kept of a stream is killed."""
 
 
 class ChildDied(ConnectionError):
@@ -30,15 +33,24 @@ class Ending:
     cpu_seconds: float
     max_rss_bytes: int
     memory_kills: int
+    process_refusals: int = 0
+    """How often its control group refused a process."""
+    flooded: bool = False
+    """Killed because it never stopped writing."""
 
 
 class Drain:
-    """Empties a pipe while somebody writes and keeps the first `cap_bytes`: no writer blocks, memory is bounded."""
+    """Empties a pipe while somebody writes and keeps the first `cap_bytes`: no writer blocks, memory is bounded.
 
-    def __init__(self, descriptor: int, cap_bytes: int) -> None:
+    `on_flood` is called once, when far more than that was written.
+    """
+
+    def __init__(self, descriptor: int, cap_bytes: int, on_flood: Callable[[], None] = lambda: None) -> None:
         self._descriptor = descriptor
         self._cap_bytes = cap_bytes
+        self._on_flood = on_flood
         self._kept = bytearray()
+        self._read_bytes = 0
         self.truncated = False
         self._closed = asyncio.get_running_loop().create_future()
         os.set_blocking(descriptor, False)
@@ -58,9 +70,33 @@ class Drain:
         if not chunk:
             self.close()
             return
+        self._keep(chunk)
+
+    def _keep(self, chunk: bytes) -> None:
         room = self._cap_bytes - len(self._kept)
         self._kept += chunk[:room]
         self.truncated |= len(chunk) > room
+        flooded = self._read_bytes > self._cap_bytes * _FLOOD_FACTOR
+        self._read_bytes += len(chunk)
+        if not flooded and self._read_bytes > self._cap_bytes * _FLOOD_FACTOR:
+            self._on_flood()
+
+    def take(self) -> tuple[bytes, bool]:
+        """What was kept and whether it was cut, with what is in the pipe now; the next part starts empty."""
+        while not self._closed.done():
+            try:
+                chunk = os.read(self._descriptor, _READ_BYTES)
+            except OSError:
+                break
+            if not chunk:
+                break
+            self._keep(chunk)
+            if self._read_bytes > self._cap_bytes * _FLOOD_FACTOR:
+                break
+        taken = bytes(self._kept), self.truncated
+        self._kept.clear()
+        self._read_bytes, self.truncated = 0, False
+        return taken
 
     async def until_closed(self, seconds: float) -> None:
         """Waits for the last writer to go; closes anyway after `seconds` (in a weak tier one may have escaped)."""
@@ -79,7 +115,8 @@ class ChildPipes:
     """Descriptors of one child, all owned by its handle."""
 
     channel: socket.socket
-    status: int
+    status: int | None
+    """None where a child can be given no further descriptor: its supervisor's words then come last on the channel."""
     stdout: int
     stderr: int
     process: int
@@ -95,22 +132,24 @@ class ChildHandle:
         number: int,
         output_bytes: int,
         stop_signal: signal.Signals,
-        memory_kills: Callable[[], int] = lambda: 0,
+        counts: Callable[[], tuple[int, int]] = lambda: (0, 0),
     ) -> None:
-        """`memory_kills` tells how often the kernel killed for memory since this child began."""
+        """`counts` tells how often the kernel killed for memory and refused a process since this child began."""
         self.number = number
         self._pipes = pipes
         self._stop_signal = stop_signal
-        self.stdout = Drain(pipes.stdout, output_bytes)
-        self.stderr = Drain(pipes.stderr, output_bytes)
-        self._status = Drain(pipes.status, 4096)
+        self.stdout = Drain(pipes.stdout, output_bytes, self._flood)
+        self.stderr = Drain(pipes.stderr, output_bytes, self._flood)
+        self._status = None if pipes.status is None else Drain(pipes.status, 4096)
+        self._words: list[Any] = []
+        self._flooded = False
         self._dead = asyncio.get_running_loop().create_future()
         asyncio.get_running_loop().add_reader(pipes.process, self._on_death)
         self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._when_ended: list[Callable[[], None]] = []
         self._killed_cpu_seconds = 0.0
-        self._memory_kills = memory_kills
+        self._counts = counts
 
     def when_ended(self, callback: Callable[[], None]) -> None:
         """Calls back once, after `end`."""
@@ -145,7 +184,11 @@ class ChildHandle:
     async def receive(self) -> dict[str, Any] | None:
         """The child's next frame, or None when it closed its channel or died."""
         assert self._reader is not None, "hello comes first"
-        return await frames.receive_async(self._reader)
+        frame = await frames.receive_async(self._reader)
+        if self._status is None and frame is not None and isinstance(words := frame.get("ended"), list):
+            self._words = words
+            return None
+        return frame
 
     @property
     def alive(self) -> bool:
@@ -164,35 +207,46 @@ class ChildHandle:
             except ProcessLookupError:
                 return
 
+    def _flood(self) -> None:
+        self._flooded = True
+        self.kill()
+
     async def end(self) -> Ending:
         """Kills what is left, waits for it, drains its output, frees the descriptors; cancelling does not stop it."""
         return await asyncio.shield(asyncio.create_task(self._end()))
 
     async def _end(self) -> Ending:
+        self.kill()
+        await self.until_dead()
+        for drain in filter(None, (self.stdout, self.stderr, self._status)):
+            await drain.until_closed(_DRAIN_SECONDS)
+        if self._status is not None:
+            self._words = self._status.kept.split()
+        elif self._reader is not None and not self._words:
+            await self._last_words()
         if self._writer is not None:
             self._writer.close()
         else:
             self._pipes.channel.close()
-        self.kill()
-        await self.until_dead()
-        for drain in (self.stdout, self.stderr, self._status):
-            await drain.until_closed(_DRAIN_SECONDS)
         for callback in self._when_ended:
             callback()
         self._when_ended.clear()
         return self._ending()
 
+    async def _last_words(self) -> None:
+        """What is left on the channel of a dead child: its supervisor wrote last."""
+        with contextlib.suppress(TimeoutError, ConnectionError):
+            async with asyncio.timeout(_DRAIN_SECONDS):
+                while await self.receive() is not None:
+                    pass
+
     def _ending(self) -> Ending:
-        kills = self._memory_kills()
-        words = self._status.kept.split()
-        if len(words) != 3:
-            return Ending(exit_code=None, cpu_seconds=self._killed_cpu_seconds, max_rss_bytes=0, memory_kills=kills)
-        return Ending(
-            exit_code=int(words[0]),
-            cpu_seconds=float(words[1]),
-            max_rss_bytes=int(words[2]) * 1024,
-            memory_kills=kills,
-        )
+        counts = self._counts()
+        try:
+            code, cpu_seconds, rss_kib = int(self._words[0]), float(self._words[1]), int(self._words[2])
+        except (ValueError, TypeError, IndexError):
+            return Ending(None, self._killed_cpu_seconds, 0, *counts, self._flooded)
+        return Ending(code, cpu_seconds, rss_kib * 1024, *counts, self._flooded)
 
     def _on_death(self) -> None:
         asyncio.get_running_loop().remove_reader(self._pipes.process)

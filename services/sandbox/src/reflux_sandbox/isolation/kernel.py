@@ -24,7 +24,7 @@ _MOUNT_SETATTR = 442
 _CLOSE_RANGE = 436
 _AT_RECURSIVE, _AT_FDCWD = 0x8000, -100
 _MOUNT_ATTR_RDONLY, _MOUNT_ATTR_NOSUID = 1, 2
-_MAX_DESCRIPTOR = 0xFFFFFFFF
+_MAX_DESCRIPTOR = 0x7FFFFFFF  # gVisor takes larger ones as negative
 
 
 class _MountAttributes(ctypes.Structure):

@@ -53,14 +53,14 @@ def _ranges(numbers: list[int]) -> list[tuple[int, int]]:
     return ranges
 
 
-def _allow_ranges(numbers: list[int]) -> bytes:
+def _when_any(numbers: list[int], verdict: int) -> bytes:
     program = b""
     for low, high in _ranges(numbers):
         if low == high:
             program += _instruction(_EQUAL, low, 0, 1)
         else:
             program += _instruction(_AT_LEAST, low, 0, 2) + _instruction(_ABOVE, high, 1, 0)
-        program += _returning(_ALLOW)
+        program += _returning(verdict)
     return program
 
 
@@ -81,7 +81,7 @@ def _second_argument_in(values: tuple[int, ...]) -> bytes:
 
 
 def allow_list(machine: str | None = None) -> bytes:
-    """The filter of every child: what `syscalls` does not list fails with EPERM. exec is left to `without_exec`."""
+    """The filter of every child: what `syscalls` does not list fails with EPERM, or kills. exec: see `without_exec`."""
     machine = machine or platform.machine()
     special = syscalls.special(machine)
     clone = _instruction(_LOAD, _FIRST_ARGUMENT) + _instruction(_ANY_BIT, kernel.CLONE_NEW_ANY, 0, 1)
@@ -92,7 +92,8 @@ def allow_list(machine: str | None = None) -> bytes:
     program += _when(special["prctl"], _first_argument_in(_PRCTL_ALLOWED))
     program += _when(special["ioctl"], _second_argument_in(_IOCTL_ALLOWED))
     program += _when(special["socketpair"], _first_argument_in((_AF_UNIX,)))
-    program += _allow_ranges([*syscalls.plain(machine).values(), special["execve"], special["execveat"]])
+    program += _when_any([*syscalls.plain(machine).values(), special["execve"], special["execveat"]], _ALLOW)
+    program += _when_any(list(syscalls.killed(machine).values()), _KILL_PROCESS)
     return program + _refuse(errno.EPERM)
 
 

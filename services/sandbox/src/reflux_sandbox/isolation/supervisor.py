@@ -23,15 +23,14 @@ def supervise(status: int, channel: socket.socket, work: Callable[[socket.socket
     null = os.open("/dev/null", os.O_RDWR)
     for descriptor in (0, 1, 2):
         os.dup2(null, descriptor)
-    report_end(worker, status)
+    os.write(status, " ".join(map(str, wait_for(worker))).encode())
     os._exit(0)
 
 
-def report_end(worker: int, status: int) -> None:
-    """Reaps children until `worker` has ended, and writes how."""
+def wait_for(worker: int) -> tuple[int, float, int]:
+    """Reaps children until `worker` has ended: its exit code (minus the signal), processor seconds, most RSS in KiB."""
     while True:
         pid, wait_status, usage = os.wait4(-1, 0)
         if pid == worker:
             break
-    exit_code = os.waitstatus_to_exitcode(wait_status)
-    os.write(status, f"{exit_code} {usage.ru_utime + usage.ru_stime:.6f} {usage.ru_maxrss}".encode())
+    return os.waitstatus_to_exitcode(wait_status), round(usage.ru_utime + usage.ru_stime, 6), usage.ru_maxrss

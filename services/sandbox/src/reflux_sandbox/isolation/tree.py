@@ -18,8 +18,9 @@ _ETC = (
     "/etc/python3.13",
 )
 _DEVICES = ("null", "zero", "full", "random", "urandom")
+WRITABLE_DEVICES = ("/dev/null", "/dev/zero", "/dev/full")
 _WORK_FOLDER = "/box"
-_WRITABLE = (_WORK_FOLDER, "/tmp", "/dev/shm")
+WRITABLE = (_WORK_FOLDER, "/tmp", "/dev/shm")
 _FORBIDDEN = ("/", "/etc", "/home", "/root", "/proc", "/sys", "/dev", "/run", "/var", "/tmp")
 """Never bound as a whole, even when they are on sys.path."""
 
@@ -40,6 +41,18 @@ def python_folders(extra: tuple[str, ...] = ()) -> list[str]:
     return chosen
 
 
+def shown(extra: tuple[str, ...] = ()) -> list[tuple[str, str]]:
+    """Host paths that children see at the same place, each with its target when it is a symlink, else ""."""
+    paths = [Path(path) for path in (*_SYSTEM, *_ETC, *python_folders(extra))]
+    there = [path for path in paths if path.exists() or path.is_symlink()]
+    return [(str(path), str(path.readlink()) if path.is_symlink() else "") for path in there]
+
+
+def kept_below_writable(extra: tuple[str, ...] = ()) -> tuple[str, ...]:
+    """Folders of this Python that a private mount would hide (a checkout below /tmp)."""
+    return tuple(path for path in python_folders(extra) if any(path.startswith(folder + "/") for folder in WRITABLE))
+
+
 @dataclass(frozen=True)
 class Tree:
     """Builds the tree below `new_root` (an empty folder) and enters it."""
@@ -48,29 +61,27 @@ class Tree:
     extra_folders: tuple[str, ...] = ()
 
     @property
-    def writable(self) -> tuple[str, ...]:
-        """Folders for private tmpfs mounts; the first is where work starts."""
-        return _WRITABLE
-
-    @property
     def kept(self) -> tuple[str, ...]:
-        """Folders of this Python that such a mount would hide (a checkout below /tmp): shown again on top of it."""
-        shown = python_folders(self.extra_folders)
-        return tuple(path for path in shown if any(path.startswith(folder + "/") for folder in _WRITABLE))
+        """Shown again on top of the private mounts."""
+        return kept_below_writable(self.extra_folders)
 
     def enter(self) -> None:
         """Replaces the caller's root; needs a mount namespace of its own. Nothing is writable afterwards."""
-        kernel.mount(None, "/", None, kernel.MS_REC | kernel.MS_PRIVATE)
-        kernel.mount("tmpfs", self.new_root, "tmpfs", kernel.MS_NOSUID, "size=1m,nr_inodes=4096,mode=755")
-        for path in (*_SYSTEM, *_ETC, *python_folders(self.extra_folders)):
-            self._show(path)
-        self._make_devices()
-        self._make_accounts()
-        for folder in (*_WRITABLE, "/proc"):
-            self._inside(folder).mkdir(parents=True, exist_ok=True)
+        self.build()
         kernel.mount("/proc", str(self._inside("/proc")), None, kernel.MS_BIND | kernel.MS_REC)
         kernel.make_tree_read_only(self.new_root)
         kernel.pivot_root_here(self.new_root)
+
+    def build(self) -> None:
+        """Mounts the tree at `new_root` in the caller's mount namespace, without /proc."""
+        kernel.mount(None, "/", None, kernel.MS_REC | kernel.MS_PRIVATE)
+        kernel.mount("tmpfs", self.new_root, "tmpfs", kernel.MS_NOSUID, "size=1m,nr_inodes=4096,mode=755")
+        for path, _ in shown(self.extra_folders):
+            self._show(path)
+        self._make_devices()
+        self._make_accounts()
+        for folder in (*WRITABLE, "/proc"):
+            self._inside(folder).mkdir(parents=True, exist_ok=True)
 
     def _inside(self, path: str) -> Path:
         return Path(self.new_root + path)
@@ -78,7 +89,7 @@ class Tree:
     def _show(self, path: str) -> None:
         """Shows a host path at the same place: symlinks as symlinks, folders and files as bind mounts."""
         source, target = Path(path), self._inside(path)
-        if target.exists() or not (source.exists() or source.is_symlink()):
+        if target.exists():
             return
         target.parent.mkdir(parents=True, exist_ok=True)
         if source.is_symlink():

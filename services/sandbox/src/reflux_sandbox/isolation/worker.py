@@ -3,6 +3,7 @@
 import atexit
 import builtins
 import contextlib
+import errno
 import linecache
 import os
 import resource
@@ -19,6 +20,8 @@ from reflux_sandbox.isolation import frames, kernel
 MEMORY_SIGNAL = signal.SIGRTMAX
 """A worker that ran out of memory ends itself with this signal; code that fakes it only mislabels its own failure."""
 PIDS_SIGNAL = signal.SIGRTMAX - 1
+DISK_SIGNAL = signal.SIGRTMAX - 2
+_DISK_ERRORS = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 Grader = Callable[[str, str, list[str]], dict[str, Any]]
@@ -48,10 +51,10 @@ def _limit(memory_bytes: int, cpu_seconds: int) -> None:
     mapped = 0
     with contextlib.suppress(OSError), open("/proc/self/statm") as statm:  # noqa: PTH123  no import may be needed here
         mapped = int(statm.read().split()[0]) * _PAGE_BYTES
-    for kind, value in ((resource.RLIMIT_AS, mapped + memory_bytes), (resource.RLIMIT_CPU, cpu_seconds)):
+    for kind, value, spare in ((resource.RLIMIT_AS, mapped + memory_bytes, 0), (resource.RLIMIT_CPU, cpu_seconds, 1)):
         hard = resource.getrlimit(kind)[1]
-        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
-        resource.setrlimit(kind, (value, value))
+        value = value if hard == resource.RLIM_INFINITY else min(value, hard - spare)
+        resource.setrlimit(kind, (value, value + spare))  # SIGXCPU comes at the soft limit of cpu, SIGKILL at the hard
 
 
 def _reseed() -> None:
@@ -62,14 +65,21 @@ def _reseed() -> None:
 
 def _grade_all(channel: socket.socket, nonce: str, grade: Grader) -> None:
     while (job := frames.receive(channel)) is not None:
+        before = _cpu_seconds()
         try:
             answer = grade(job["verifier"], job["payload"], job["answers"])
-            frame = frames.encode({"nonce": nonce, **answer})
+            frame = frames.encode({"nonce": nonce, "cpu_seconds": _cpu_seconds() - before, **answer})
         except Exception as error:  # task boundary: whatever a verifier raises is its result
             frame = frames.encode(
                 {"nonce": nonce, "error": "crash", "message": f"{type(error).__name__}: {error}"[:2000]}
             )
         channel.sendall(frame)
+
+
+def _cpu_seconds() -> float:
+    """Processor time of this process and of those that it has waited for."""
+    usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
 
 def run_code(text: str) -> int:
@@ -87,7 +97,9 @@ def run_code(text: str) -> int:
         return -MEMORY_SIGNAL
     except BaseException as error:  # process boundary
         _print_traceback(error)
-        return -PIDS_SIGNAL if _hit_process_limit(error) else 1
+        if _hit_process_limit(error):
+            return -PIDS_SIGNAL
+        return -DISK_SIGNAL if isinstance(error, OSError) and error.errno in _DISK_ERRORS else 1
     return 0
 
 

@@ -3,8 +3,9 @@
     python -I -m reflux_sandbox.isolation.zygote CONTROL_FD CONFIG_JSON
 
 It is process 1 of a pid namespace of its own, so that nothing outlives it, and its root is the read-only tree of
-`tree`. Control socket (SEQPACKET, JSON): it sends {"op": "ready"} once, then answers every message with
-{"op": "child"} and the descriptors of a child, or with {"op": "failed"}. It ends when the socket closes.
+`tree`. Control socket (SEQPACKET, JSON): it sends {"op": "ready"} once, then answers every message {"cell", "user_id"}
+(with the open `cgroup.procs` files of the cell) in order with {"op": "child"} and the descriptors of a child, or with
+{"op": "failed"}. It ends when the socket closes.
 """
 
 import contextlib
@@ -16,7 +17,7 @@ import select
 import signal
 import socket
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Never
 
@@ -24,71 +25,81 @@ from reflux_sandbox.isolation import kernel, seccomp
 from reflux_sandbox.isolation.base import ChildLimits
 from reflux_sandbox.isolation.confine import Cell, confine, write_id_maps
 from reflux_sandbox.isolation.supervisor import supervise
-from reflux_sandbox.isolation.tree import Tree
+from reflux_sandbox.isolation.tree import WRITABLE, Tree
 from reflux_sandbox.isolation.worker import Grader, run_worker
 
 _OWN_NAMESPACES = kernel.CLONE_NEWNS | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS
 _MESSAGE_BYTES = 1 << 16
+_MOST_GROUPS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
 class ZygoteConfig:
-    """Everything the warm parent is told."""
+    """Everything a warm parent is told."""
 
     limits: ChildLimits
-    cells: int
-    """Most children at one time."""
-    first_user_id: int
-    in_user_namespace: bool
-    cgroup_procs: tuple[tuple[str, ...], ...]
-    """Per cell, paths of `cgroup.procs` files to join; empty without cgroups."""
+    in_user_namespace: bool = False
     warm_modules: tuple[str, ...]
     graders: str
-    """Module that has LoadedVerifiers, or empty for a parent without verifiers."""
+    """Module that has LoadedVerifiers and family_names, or empty when no verifiers are wanted."""
+    family: str = ""
+    """Whose verifiers to load; empty for none."""
     cache_folder: str
     import_folders: tuple[str, ...]
     """Folders in front of sys.path; children can read them."""
-    new_root: str
+    new_root: str = ""
 
     @classmethod
     def from_json(cls, text: str) -> "ZygoteConfig":
         values = json.loads(text)
         values["limits"] = ChildLimits(**values["limits"])
-        values["cgroup_procs"] = tuple(tuple(paths) for paths in values["cgroup_procs"])
         for name in ("warm_modules", "import_folders"):
             values[name] = tuple(values[name])
         return cls(**values)
 
+    def for_family(self, family: str) -> "ZygoteConfig":
+        """The same for other verifiers."""
+        return replace(self, family=family)
+
+
+@dataclass(frozen=True)
+class Warm:
+    """What is loaded."""
+
+    grade: Grader
+    verifiers: list[dict[str, Any]]
+    families: list[str]
+    notes: list[str]
+
 
 def _no_verifiers(verifier: str, payload: str, answers: list[str]) -> dict[str, Any]:
-    return {"error": "unavailable", "message": f"no verifier {verifier!r} here: no task is installed"}
+    return {"error": "unavailable", "message": f"no verifier {verifier!r} here: it is not of this child's family"}
 
 
-def warm_up(config: ZygoteConfig) -> tuple[Grader, list[dict[str, Any]], list[str]]:
-    """Imports what children will need. Returns the grading function, the verifiers' rows, and notes for the status."""
+def warm_up(config: ZygoteConfig) -> Warm:
+    """Imports what children will need. Without a family it only looks which ones there are."""
     sys.path[:0] = config.import_folders
     for name in config.warm_modules:
         importlib.import_module(name)
     if not config.graders:
-        return _no_verifiers, [], ["no tasks are installed: no verifiers"]
-    loaded = importlib.import_module(config.graders).LoadedVerifiers(Path(config.cache_folder))
-    return loaded.grade, loaded.rows(), loaded.problems
+        return Warm(_no_verifiers, [], [], ["no tasks are installed: no verifiers"])
+    module = importlib.import_module(config.graders)
+    if not config.family:
+        return Warm(_no_verifiers, [], module.family_names(), [])
+    loaded = module.LoadedVerifiers(Path(config.cache_folder), config.family)
+    return Warm(loaded.grade, loaded.rows(), [], loaded.problems)
 
 
 class Zygote:
-    """Owns the cells and the children in them."""
+    """Forks a child for each message and reaps those that ended."""
 
     def __init__(self, control: socket.socket, config: ZygoteConfig) -> None:
         self._control = control
         self._config = config
         self._pid_namespace = os.open("/proc/self/ns/pid", os.O_RDONLY)
         self._proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY)
-        self._procs = [tuple(os.open(path, os.O_WRONLY) for path in paths) for paths in config.cgroup_procs]
         self._parent = os.pidfd_open(os.getpid())
         self._tree = Tree(config.new_root, (config.cache_folder, *config.import_folders))
-        self._free = list(range(config.cells))[::-1]
-        self._cell_by_pid: dict[int, int] = {}
-        self._waiting = 0
         self._without_exec = seccomp.without_exec()
 
     def enter_tree(self) -> None:
@@ -107,40 +118,26 @@ class Zygote:
             if wake_read in ready:
                 with contextlib.suppress(BlockingIOError):
                     os.read(wake_read, 4096)
-                self._reap()
+            _reap()  # before the next fork: a zombie of the same cell would count against it
             if self._control in ready:
-                if not self._control.recv(_MESSAGE_BYTES):
+                raw, groups, _, _ = socket.recv_fds(self._control, _MESSAGE_BYTES, _MOST_GROUPS)
+                if not raw:
                     return
-                self._waiting += 1
-            while self._waiting and self._free:
-                self._waiting -= 1
-                self._spawn(grade)
+                self._spawn(grade, self._cell(json.loads(raw), groups))
 
-    def _reap(self) -> None:
-        while True:
-            try:
-                pid, _ = os.waitpid(-1, os.WNOHANG)
-            except ChildProcessError:
-                return
-            if pid == 0:
-                return
-            if (cell := self._cell_by_pid.pop(pid, None)) is not None:
-                self._free.append(cell)
-
-    def _cell(self, number: int) -> Cell:
+    def _cell(self, message: dict[str, int], groups: list[int]) -> Cell:
         return Cell(
-            number=number,
-            user_id=self._config.first_user_id + number,
+            number=message["cell"],
+            user_id=message["user_id"],
             in_user_namespace=self._config.in_user_namespace,
-            writable=self._tree.writable,
+            writable=WRITABLE,
             kept=self._tree.kept,
-            cgroup_procs=self._procs[number] if self._procs else (),
+            cgroup_procs=tuple(groups),
             proc_folder=self._proc,
             parent=self._parent,
         )
 
-    def _spawn(self, grade: Grader) -> None:
-        cell = self._cell(self._free[-1])
+    def _spawn(self, grade: Grader, cell: Cell) -> None:
         outside, inside = socket.socketpair()
         pipes = [os.pipe() for _ in range(3)]
         try:
@@ -149,20 +146,17 @@ class Zygote:
             if pid == 0:
                 self._become_child(cell, inside, [write for _, write in pipes], grade)
             kernel.setns(self._pid_namespace, kernel.CLONE_NEWPID)
-            self._free.pop()
-            self._cell_by_pid[pid] = cell.number
             pidfd = os.pidfd_open(pid)
-            message = json.dumps({"op": "child", "cell": cell.number}).encode()
-            socket.send_fds(self._control, [message], [outside.fileno(), *(read for read, _ in pipes), pidfd])
+            descriptors = [outside.fileno(), *(read for read, _ in pipes), pidfd]
+            socket.send_fds(self._control, [json.dumps({"op": "child"}).encode()], descriptors)
             os.close(pidfd)
         except OSError as error:
-            self._control.send(json.dumps({"op": "failed", "message": str(error)}).encode())
+            _report(self._control, {"op": "failed", "message": str(error)})
         finally:
             outside.close()
             inside.close()
-            for pair in pipes:
-                for descriptor in pair:
-                    os.close(descriptor)
+            for descriptor in (*cell.cgroup_procs, *(end for pair in pipes for end in pair)):
+                os.close(descriptor)
 
     def _become_child(self, cell: Cell, channel: socket.socket, writes: list[int], grade: Grader) -> Never:
         """In the forked process: never returns, never raises."""
@@ -182,6 +176,16 @@ class Zygote:
             os._exit(70)
 
 
+def _reap() -> None:
+    while True:
+        try:
+            pid, _ = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if pid == 0:
+            return
+
+
 def _report(control: socket.socket, message: dict[str, Any]) -> None:
     control.send(json.dumps(message).encode())
 
@@ -190,7 +194,8 @@ def _serve(control: socket.socket, config: ZygoteConfig) -> None:
     """Process 1 of the new pid namespace."""
     kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
     try:
-        grade, rows, notes = warm_up(config)
+        warm = warm_up(config)
+        notes = warm.notes
         threads = len(os.listdir("/proc/self/task"))  # noqa: PTH208  names only
         if threads != 1:
             notes.append(f"warm imports started {threads - 1} threads, which do not survive a fork")
@@ -201,8 +206,8 @@ def _serve(control: socket.socket, config: ZygoteConfig) -> None:
     except OSError as error:
         _report(control, {"op": "unavailable", "message": str(error)})
         return
-    _report(control, {"op": "ready", "verifiers": rows, "notes": notes})
-    zygote.run(grade)
+    _report(control, {"op": "ready", "verifiers": warm.verifiers, "families": warm.families, "notes": notes})
+    zygote.run(warm.grade)
 
 
 def main() -> None:

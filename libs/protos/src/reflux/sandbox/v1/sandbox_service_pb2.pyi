@@ -908,6 +908,7 @@ class RunCodeRequest(_message.Message):
     TIMEOUT_SECONDS_FIELD_NUMBER: _builtins.int
     MEMORY_BYTES_FIELD_NUMBER: _builtins.int
     RUN_FIELD_NUMBER: _builtins.int
+    CPU_SECONDS_FIELD_NUMBER: _builtins.int
     code: _builtins.str
     """Python source text."""
     timeout_seconds: _builtins.float
@@ -916,6 +917,8 @@ class RunCodeRequest(_message.Message):
     """Memory limit; 0 means 1 GiB."""
     run: _builtins.str
     """Run that pays."""
+    cpu_seconds: _builtins.int
+    """Processor seconds of each process; 0 means somewhat more than timeout_seconds."""
     def __init__(
         self,
         *,
@@ -923,10 +926,11 @@ class RunCodeRequest(_message.Message):
         timeout_seconds: _builtins.float = ...,
         memory_bytes: _builtins.int = ...,
         run: _builtins.str = ...,
+        cpu_seconds: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "memory_bytes", b"memory_bytes", "run", b"run", "timeout_seconds", b"timeout_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "cpu_seconds", b"cpu_seconds", "memory_bytes", b"memory_bytes", "run", b"run", "timeout_seconds", b"timeout_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -960,6 +964,14 @@ class RunCodeResponse(_message.Message):
         """Process limit."""
         STATUS_INFRA_ERROR: RunCodeResponse._Status.ValueType  # 7
         """The sandbox failed."""
+        STATUS_CPU: RunCodeResponse._Status.ValueType  # 8
+        """Processor-time limit."""
+        STATUS_DISK: RunCodeResponse._Status.ValueType  # 9
+        """Disk limit: bytes or files."""
+        STATUS_OUTPUT: RunCodeResponse._Status.ValueType  # 10
+        """Killed because it wrote output without end; output that is only cut ends as it would have."""
+        STATUS_POLICY: RunCodeResponse._Status.ValueType  # 11
+        """Killed at a system call that no sandboxed program may make."""
 
     class Status(_Status, metaclass=_StatusEnumTypeWrapper):
         """Cause of an end."""
@@ -980,6 +992,14 @@ class RunCodeResponse(_message.Message):
     """Process limit."""
     STATUS_INFRA_ERROR: RunCodeResponse.Status.ValueType  # 7
     """The sandbox failed."""
+    STATUS_CPU: RunCodeResponse.Status.ValueType  # 8
+    """Processor-time limit."""
+    STATUS_DISK: RunCodeResponse.Status.ValueType  # 9
+    """Disk limit: bytes or files."""
+    STATUS_OUTPUT: RunCodeResponse.Status.ValueType  # 10
+    """Killed because it wrote output without end; output that is only cut ends as it would have."""
+    STATUS_POLICY: RunCodeResponse.Status.ValueType  # 11
+    """Killed at a system call that no sandboxed program may make."""
 
     STATUS_FIELD_NUMBER: _builtins.int
     EXIT_CODE_FIELD_NUMBER: _builtins.int
@@ -1053,7 +1073,7 @@ class GetStatusResponse(_message.Message):
     DEAD_LETTERS_FIELD_NUMBER: _builtins.int
     SUSPICIOUS_RUNS_FIELD_NUMBER: _builtins.int
     tier: _builtins.str
-    """"prefork" (namespaces, seccomp) or "process" (rlimits only)."""
+    """"prefork", "bwrap", "gvisor", or "process" (limits only: unsafe)."""
     idle_children: _builtins.int
     """Children that wait for work."""
     busy_children: _builtins.int
@@ -1066,7 +1086,7 @@ class GetStatusResponse(_message.Message):
 
     @_builtins.property
     def queues(self) -> _containers.RepeatedCompositeFieldContainer[Global___QueueDepth]:
-        """Jobs that wait, by fidelity, and those of external verifiers."""
+        """Jobs that wait, by fidelity, and those for other places."""
 
     @_builtins.property
     def verifiers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
@@ -1105,7 +1125,7 @@ class QueueDepth(_message.Message):
     FIDELITY_FIELD_NUMBER: _builtins.int
     DEPTH_FIELD_NUMBER: _builtins.int
     fidelity: _builtins.str
-    """"rule", "surrogate" or "full"; "external" for all external verifiers."""
+    """"rule", "surrogate" or "full"; "remote" for verifiers that run outside this machine."""
     depth: _builtins.int
     """Number of jobs."""
     def __init__(
