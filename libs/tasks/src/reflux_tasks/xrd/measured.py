@@ -163,7 +163,19 @@ def _refusal(names: Sequence[str], candidates: Mapping[str, Structure], elements
     chosen = [candidates[name] for name in names]
     if elements is not None and any(not set(each.phase.elements) <= elements for each in chosen):
         return "an element that is not in the sample"
-    for one, other in combinations(chosen, 2):
-        if one.phase.formula == other.phase.formula and _first_match(one.primitive, {"same": other.primitive}):
-            return "a phase twice"
+    return next((reason for pair in combinations(chosen, 2) if (reason := clash(*pair))), "")
+
+
+def clash(one: Structure, other: Structure) -> str:
+    """Why no refinement can tell two phases apart; empty when one can.
+
+    They are the same structure, or of one type with cells that reach each other within the limit of a refinement: then
+    the second phase only mends the shape of the peaks of the first.
+    """
+    if one.phase.formula == other.phase.formula and _first_match(one.primitive, {"same": other.primitive}):
+        return "a phase twice"
+    if one.phase.hall == other.phase.hall and sorted(one.phase.multiplicities) == sorted(other.phase.multiplicities):
+        ratios = np.array(one.candidate.cell) / np.array(other.candidate.cell)
+        if np.abs(ratios - 1).max() <= 2 * MEASURED_OPTIONS.cell_limit:
+            return "two phases of one structure type whose lines overlap"
     return ""

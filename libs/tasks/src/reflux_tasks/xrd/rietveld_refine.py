@@ -8,7 +8,7 @@ Definitions, with observed counts yo, calculated yc, and weights w = 1 / max(yo,
     R_wp   = sqrt(sum w (yo - yc)^2 / sum w yo^2)
     R_wb   = sqrt(sum w (yo - yc)^2 / sum w (yo - b)^2), b the background estimate of the request (SNIP)
     R_exp  = sqrt((points - parameters) / sum w yo^2), goodness of fit = R_wp / R_exp
-    need   = (chi2 with the scale of this phase set to 0 and nothing refitted - chi2) / chi2
+    need   = (chi2 without this phase - chi2) / chi2, the scales of the others refitted, all else fixed
     mass fraction = S Z M V / sum over phases, S the refined scale, Z M the mass of a cell, V its volume
 Scales may go negative: that is the best sign that a phase is absent.
 """
@@ -199,15 +199,18 @@ class Refinement:
             scale.GetValue() * c.GetSpaceGroup().GetNbSymmetrics() * c.GetWeight() * c.GetVolume()
             for scale, c in zip(scales, self.crystals, strict=True)
         ]
+        calculated = self._calculated()
+        parts = np.array([calculated - self._without(scale) for scale in scales])
         results = []
         for i, (crystal, scale) in enumerate(zip(self.crystals, scales, strict=True)):
             cell = [crystal.a, crystal.b, crystal.c]
             shift = max(abs(now / before - 1) for now, before in zip(cell, self.start_cells[i], strict=True))
+            rest = self._without_refitted(calculated, parts, i)
             results.append(
                 {
                     "name": crystal.GetName(),
                     "scale": scale.GetValue(),
-                    "need": self._need(scale, chi2),
+                    "need": (self._chi2(rest) - chi2) / max(chi2, 1e-300),
                     "mass_fraction": masses[i] / sum(masses) if sum(masses) else 0.0,
                     "cell": cell,
                     "cell_shift": shift,
@@ -215,15 +218,23 @@ class Refinement:
             )
         return results
 
-    def _need(self, scale: Any, chi2: float) -> float:
-        """SetScaleFactor leaves the calculated pattern stale; the parameter and Prepare do not."""
+    def _without(self, scale: Any) -> np.ndarray:
+        """The pattern without a phase. SetScaleFactor leaves it stale; the parameter and Prepare do not."""
         value = scale.GetValue()
         scale.SetValue(0.0)
         self.pattern.Prepare()
         without = self._calculated()
         scale.SetValue(value)
         self.pattern.Prepare()
-        return (self._chi2(without) - chi2) / max(chi2, 1e-300)
+        return without
+
+    def _without_refitted(self, calculated: np.ndarray, parts: np.ndarray, left_out: int) -> np.ndarray:
+        """The best pattern of the background and the other phases' patterns, each times a factor."""
+        root = np.sqrt(self.weights)
+        background = calculated - parts.sum(axis=0)
+        others = np.delete(parts, left_out, axis=0)
+        factors = np.linalg.lstsq((others * root).T, (self.counts - background) * root, rcond=None)[0]
+        return background + factors @ others
 
 
 def bound(parameter: Any, low: float, high: float) -> None:

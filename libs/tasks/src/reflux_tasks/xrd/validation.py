@@ -15,7 +15,7 @@ from typing import Literal
 
 from reflux_tasks.verify import VerificationError
 from reflux_tasks.xrd import profile_surrogate
-from reflux_tasks.xrd.measured import MEASURED_OPTIONS, prepare
+from reflux_tasks.xrd.measured import MEASURED_OPTIONS, clash, prepare
 from reflux_tasks.xrd.profile import Profile
 from reflux_tasks.xrd.profile_surrogate import ProfileSurrogate, SurrogateScore
 from reflux_tasks.xrd.readers import SUFFIXES, UnreadablePattern, cut_and_rebin, mixture_truth, read_pattern
@@ -139,6 +139,8 @@ class Validator:
         self.candidates = candidates
         self.pool = pool
         self.quick = quick
+        pairs = combinations(candidates, 2)
+        self._clashes = {frozenset(pair) for pair in pairs if clash(candidates[pair[0]], candidates[pair[1]])}
 
     def run(self, scan: Scan, on_trial: Callable[[int, int], None] = lambda done, total: None) -> ScanResult:
         """Refines all sets of one scan; `on_trial` hears how many of how many are done."""
@@ -150,7 +152,8 @@ class Validator:
         scores |= {frozenset(each): surrogate.score(each) for each in same_size}
         milliseconds = 1000 * (time.process_time() - started) / (len(same_size) + 1)
         order = sorted(scores, key=lambda each: scores[each].profile_r)
-        trials = list(self._trials(names, order, surrogate))
+        true, *wrong = self._trials(names, order, surrogate)
+        trials = [true, *(trial for trial in wrong if not self._refused(trial.names))]
         judged = []
         refined = self.pool.refine_all(
             scan.refined, [self._structures(trial.names) for trial in trials], MEASURED_OPTIONS
@@ -161,6 +164,10 @@ class Validator:
             on_trial(len(judged), len(trials))
         rank = order.index(frozenset(names)) + 1
         return ScanResult(scan, tuple(judged), scores[frozenset(names)], rank, len(scores), milliseconds)
+
+    def _refused(self, names: Sequence[str]) -> bool:
+        """The verifier refuses such a set before any refinement."""
+        return any(frozenset(pair) in self._clashes for pair in combinations(names, 2))
 
     def _structures(self, names: Sequence[str]) -> list:
         return [self.candidates[name].candidate for name in names]

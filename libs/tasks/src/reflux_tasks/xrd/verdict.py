@@ -17,7 +17,7 @@ import numpy as np
 from reflux_tasks.xrd.refinement import Fit, PhaseFit
 
 MIN_NEED = 0.35
-"""Between the largest need of a surplus phase (0.24) and the smallest of a true one of 10 % mass and more (0.50)."""
+"""Between the largest need of a surplus phase (0.24) and the smallest of a true one of 10 % mass and more (0.49)."""
 CELL_EDGE = 0.95
 """A cell length this close to its limit has run into it."""
 PHASE_PENALTY = 0.02
