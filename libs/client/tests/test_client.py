@@ -11,6 +11,10 @@ from reflux_client import connection, runfile, seeds_table, tracing
 from reflux_client.connection import ClientError
 from reflux_client.progress import RunView, sparkline
 from reflux_client.report.build import write_report
+from reflux_client.runfile import load_changes
+from reflux_runs.config import RlConfig, RunConfig
+from reflux_runs.load import changed
+from reflux_runs.translate import changes_of
 
 
 def reflux(*arguments, cwd=None, **environment):
@@ -169,3 +173,20 @@ def test_overrides_and_seed_reach_the_message(tmp_path):
 def test_a_record_of_a_dead_stack_counts_as_none(tmp_path):
     (tmp_path / "stack.json").write_text(json.dumps({"pid": 2**22 - 1}))
     assert connection.read_record(tmp_path) is None
+
+
+def test_changes_of_a_fork_come_from_a_part_of_a_run_file_and_from_settings(tmp_path):
+    part = tmp_path / "part.toml"
+    part.write_text("[rl]\nsteps = 200\nlearning_rate = 1e-4\n")
+    changes = load_changes(part, ["rl.steps=300", "rl.staleness=pace", "name=child"])
+    assert changed(RunConfig(), changes_of(changes)) == RunConfig(
+        name="child", rl=RlConfig(steps=300, learning_rate=1e-4, staleness="pace")
+    )
+
+
+@pytest.mark.parametrize(
+    ("setting", "says"), [("rl.steps", "KEY=VALUE"), ("rl.stepz=3", "rl.steps"), ("rl.steps=many", "rl.steps")]
+)
+def test_a_bad_change_is_refused_by_its_key(setting, says):
+    with pytest.raises(ClientError, match=says):
+        load_changes(None, [setting])

@@ -16,6 +16,7 @@ from trainer_world import Run, config, create, events_of, finish, short, until
 from reflux.trainer.v1 import run_pb2
 from reflux.trainer.v1 import trainer_service_pb2 as pb
 from reflux_kit.errors import reason_of
+from reflux_runs.translate import to_changes
 from reflux_trainer import checkpointing, processes
 from reflux_trainer.queue.keys import RunKeys
 
@@ -129,6 +130,51 @@ async def test_a_run_that_redis_forgot_resumes_from_its_checkpoint_without_repea
     assert world.learner.done[1:] == list(range(cut.op_id + 1, 2 * 11 + 1))
     summary = json.loads((Path(ended.folder) / "summary.json").read_text())
     assert summary["ledger"]["trained"] == 24 - cut.step * 3
+
+
+async def test_a_fork_goes_on_from_a_checkpoint_of_another_run_with_changed_settings(world):
+    async with world.trainer() as stub:
+        source = await create(stub, config(rl={"steps": 4}))
+        await finish(world, stub, source)
+        origin = next(made for made in world.checkpoints.committed if made.cursor.step == 2)
+        world.learner.model_id = ""  # the fork's own process
+        world.learner.done.clear()
+        changes = to_changes({"name": "child", "rl": {"steps": 5, "learning_rate": 1e-3, "groups_per_step": 2}})
+        request = pb.ForkRunRequest(request_id=str(uuid4()), name=source.name, checkpoint=origin.name, changes=changes)
+        forked = (await stub.ForkRun(request)).run
+        assert (await stub.ForkRun(request)).run.name == forked.name, "a repeated request makes no second run"
+        ended = (await finish(world, stub, forked))[-1].run
+    assert (ended.state, ended.step, ended.forked_from) == (Run.STATE_SUCCEEDED, 5, origin.name)
+    assert ended.name.startswith("runs/child-")
+    assert (ended.config.rl.groups_per_step, ended.config.rl.samples_per_group) == (2, 2)
+    assert world.learner.done[0] == f"load {origin.cursor.op_id}"
+    own = [made.cursor for made in world.checkpoints.committed if made.run == short(ended)]
+    assert own[0].op_id == origin.cursor.op_id, "it does not depend on the source's retention"
+    summary = json.loads((Path(ended.folder) / "summary.json").read_text())
+    assert (summary["ledger"]["trained"], summary["ledger"]["violations"]) == (2 * 3, [])
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "changes", "says"),
+    [
+        ("", {"seed": 7}, "a fork keeps seed"),
+        ("", {"rl": {"steps": 2}}, "rl.steps"),
+        ("checkpoints/another/1", {}, "is no checkpoint of"),
+        ("checkpoints/{run}/99", {}, "has no checkpoint"),
+    ],
+)
+async def test_a_fork_that_cannot_be_is_refused_with_the_reason(world, checkpoint, changes, says):
+    async with world.trainer() as stub:
+        run = await create(stub, config(rl={"steps": 2}))
+        await finish(world, stub, run)
+        request = pb.ForkRunRequest(
+            request_id=str(uuid4()),
+            name=run.name,
+            checkpoint=checkpoint.format(run=short(run)),
+            changes=to_changes(changes),
+        )
+        with pytest.raises(grpc.aio.AioRpcError, match=says):
+            await stub.ForkRun(request)
 
 
 async def test_another_dataset_is_refused_on_resume(world):

@@ -238,6 +238,12 @@ class Checkpoints(checkpoint_grpc.CheckpointServiceServicer):
         self.committed = [made for made in self.committed if made.name not in self.damaged]
         return checkpoint.ScrubCheckpointResponse(damaged_keys=keys)
 
+    async def GetCheckpoint(self, request, context):
+        found = [made for made in self.committed if made.name == request.name]
+        if not found:
+            raise NotFound("no such checkpoint")
+        return checkpoint.GetCheckpointResponse(checkpoint=found[0])
+
     async def GetLatestCheckpoint(self, request, context):
         found = [made for made in self.committed if made.run == request.run]
         if not found:

@@ -8,6 +8,7 @@ import grpc
 from reflux_client.commands.cluster import queues
 from reflux_client.commands.demo import demo, demo_seeds
 from reflux_client.commands.fleet import checkpoints, topology
+from reflux_client.commands.fork import fork
 from reflux_client.commands.inspect import logs, report, trace
 from reflux_client.commands.jobs import jobs
 from reflux_client.commands.runs import cancel, pause, resume, run, runs, watch
@@ -30,7 +31,7 @@ def cli() -> None:
     """
 
 
-for command in (up, down, status, token, run, runs, watch, pause, resume, cancel, logs, trace, report, topology):
+for command in (up, down, status, token, run, runs, watch, pause, resume, cancel, fork, logs, trace, report, topology):
     cli.add_command(command)
 for command in (jobs, queues, weights, checkpoints, tasks, demo, demo_seeds):
     cli.add_command(command)

@@ -1,7 +1,8 @@
 """A run file on its way to the trainer: read, overridden, checked here, before anything starts."""
 
+import json
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,9 @@ from reflux.trainer.v1.run_pb2 import RunConfig as RunConfigMessage
 from reflux_client.connection import ClientError
 from reflux_runs.config import RunConfig
 from reflux_runs.errors import ConfigError
-from reflux_runs.load import load_document, load_file
+from reflux_runs.load import load_document, load_file, load_toml, merged
 from reflux_runs.preflight import preflight
-from reflux_runs.translate import to_message
+from reflux_runs.translate import to_changes, to_message
 
 
 def load_run_file(
@@ -26,6 +27,28 @@ def load_run_file(
     except ConfigError as error:
         raise ClientError(f"{path}: {error}") from None
     return to_message(config)
+
+
+def load_changes(path: Path | None, settings: Sequence[str]) -> RunConfigMessage:
+    """A part of a run file, changed by KEY=VALUE settings; a value that is no TOML is a text. Raises `ClientError`."""
+    try:
+        document = load_toml(path) if path else {}
+        for setting in settings:
+            document = merged(document, _setting(setting))
+        return to_changes(document)
+    except ConfigError as error:
+        raise ClientError(f"{path or '--set'}: {error}") from None
+
+
+def _setting(text: str) -> dict[str, Any]:
+    key, sign, value = text.partition("=")
+    for written in (value, json.dumps(value)):
+        try:
+            if sign:
+                return tomllib.loads(f"{key} = {written}")
+        except tomllib.TOMLDecodeError:
+            continue
+    raise ClientError(f"--set {text!r} is not KEY=VALUE, for example rl.learning_rate=1e-4")
 
 
 def _override(path: Path, seed: int | None, overrides: Mapping[str, Mapping[str, Any]]) -> RunConfig:

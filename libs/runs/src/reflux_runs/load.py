@@ -16,6 +16,11 @@ from reflux_runs.errors import ConfigError, Refusal
 
 def load_file(path: Path) -> RunConfig:
     """Reads a TOML run file. Raises ConfigError; an unreadable file is one too, with the path as its key."""
+    return load_document(load_toml(path))
+
+
+def load_toml(path: Path) -> dict[str, Any]:
+    """The document of a TOML file, unchecked. Raises ConfigError."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -23,16 +28,19 @@ def load_file(path: Path) -> RunConfig:
         raise ConfigError(
             (Refusal("file", str(path), f"cannot be read ({reason})", "the path of a TOML file"),)
         ) from None
-    return load_text(text)
+    return _parse(text)
 
 
 def load_text(text: str) -> RunConfig:
     """Reads a run file's text. Raises ConfigError."""
+    return load_document(_parse(text))
+
+
+def _parse(text: str) -> dict[str, Any]:
     try:
-        document = tomllib.loads(text)
+        return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError((Refusal("file", "", f"is not TOML ({error})", 'lines such as "rl.steps = 150"'),)) from None
-    return load_document(document)
 
 
 def load_document(document: Mapping[str, Any]) -> RunConfig:
@@ -41,6 +49,20 @@ def load_document(document: Mapping[str, Any]) -> RunConfig:
         return RunConfig.model_validate(dict(document))
     except ValidationError as error:
         raise ConfigError(tuple(_refusal(detail) for detail in error.errors())) from None
+
+
+def changed(config: RunConfig, changes: Mapping[str, Any]) -> RunConfig:
+    """`config` with the keys of `changes`, nested as in a run file, in place of its own. Raises ConfigError."""
+    return load_document(merged(config.model_dump(exclude_none=True), changes))
+
+
+def merged(document: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """A run file's document with the keys of `changes` in place of its own, section by section."""
+    found = dict(document)
+    for name, value in changes.items():
+        own = found.get(name)
+        found[name] = {**own, **value} if isinstance(own, Mapping) and isinstance(value, Mapping) else value
+    return found
 
 
 def dump_text(config: RunConfig) -> str:

@@ -1,5 +1,6 @@
 """`RunConfig` on the wire: unset fields of the message take the defaults of the run file."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from google.protobuf.message import Message
@@ -12,6 +13,18 @@ from reflux_runs.load import load_document
 def from_message(message: pb.RunConfig) -> RunConfig:
     """Reads the fields that are set. Raises ConfigError."""
     return load_document(_set_fields(message))
+
+
+def changes_of(message: pb.RunConfig) -> dict[str, Any]:
+    """The fields that are set, nested as in a run file: what `load.changed` takes."""
+    return _set_fields(message)
+
+
+def to_changes(document: Mapping[str, Any]) -> pb.RunConfig:
+    """A part of a run file, with its keys alone set. Raises ConfigError."""
+    message = pb.RunConfig()
+    _fill(message, load_document(document).model_dump(exclude_unset=True, exclude_none=True))
+    return message
 
 
 def to_message(config: RunConfig) -> pb.RunConfig:

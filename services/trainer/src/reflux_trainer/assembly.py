@@ -68,7 +68,8 @@ class Assembly:
         """Run folder, task, cursor. Raises ConfigError, DatasetChanged, CheckpointsAway or Fenced."""
         await asyncio.to_thread(self._prepare_files)
         first = Cursor()
-        if await self._ledger.cursor() == Cursor() and self._record.config.checkpoint.every_steps:
+        known = self._record.forked_from or self._record.config.checkpoint.every_steps
+        if await self._ledger.cursor() == Cursor() and known:
             latest = await self._checkpoints().latest_readable()
             if latest is not None:
                 log.info("%s goes on from %s", self._record.run, latest.name)
@@ -92,6 +93,7 @@ class Assembly:
             attempt=self._record.attempt,
             fingerprint=self._fingerprint,
             warn=self._warn,
+            origin=self._record.forked_from,
         )
 
     @asynccontextmanager

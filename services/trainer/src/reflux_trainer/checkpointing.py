@@ -64,7 +64,9 @@ class Checkpoints:
         attempt: int,
         fingerprint: str,
         warn: Callable[[str], Awaitable[None]],
+        origin: str = "",
     ) -> None:
+        """`origin`: a checkpoint of another run, which stands in as long as this run has none of its own."""
         self._stub = stub
         self._learner: LearnerClient | None = None
         self._tasks: asyncio.TaskGroup | None = None
@@ -74,6 +76,7 @@ class Checkpoints:
         self._run = run
         self._attempt = attempt
         self._fingerprint = fingerprint
+        self._origin = origin
         self._saved: asyncio.Event = asyncio.Event()
         self._saved.set()
         self._running: asyncio.Task[None] | None = None
@@ -116,14 +119,10 @@ class Checkpoints:
             await self._warn(text)
 
     async def latest(self) -> checkpoint_pb2.Checkpoint | None:
-        """The newest intact checkpoint. Raises DatasetChanged or CheckpointsAway."""
-        request = pb.GetLatestCheckpointRequest(run=self._run)
-        try:
-            checkpoint = (await self._stub.GetLatestCheckpoint(request, timeout=30.0, wait_for_ready=True)).checkpoint
-        except grpc.aio.AioRpcError as error:
-            if error.code() is grpc.StatusCode.NOT_FOUND:
-                return None
-            raise CheckpointsAway(f"the checkpoint service answered {error.code().name}: {error.details()}") from None
+        """The newest intact checkpoint, else the one it was forked from. Raises DatasetChanged or CheckpointsAway."""
+        checkpoint = await self._found()
+        if checkpoint is None:
+            return None
         found = checkpoint.cursor.dataset_fingerprint
         if found and found != self._fingerprint:
             raise DatasetChanged(
@@ -132,12 +131,28 @@ class Checkpoints:
             )
         return checkpoint
 
+    async def _found(self) -> checkpoint_pb2.Checkpoint | None:
+        newest = pb.GetLatestCheckpointRequest(run=self._run)
+        try:
+            return (await self._stub.GetLatestCheckpoint(newest, timeout=30.0, wait_for_ready=True)).checkpoint
+        except grpc.aio.AioRpcError as error:
+            if error.code() is not grpc.StatusCode.NOT_FOUND:
+                raise away(error) from None
+        if not self._origin:
+            return None
+        try:
+            return (await self._stub.GetCheckpoint(pb.GetCheckpointRequest(name=self._origin), timeout=30.0)).checkpoint
+        except grpc.aio.AioRpcError as error:
+            raise away(error) from None
+
     async def latest_readable(self) -> checkpoint_pb2.Checkpoint | None:
         """The newest checkpoint whose objects were all read back; for a start that has nothing else to go by."""
         while True:
             found = await self.latest()
             if found is None or not await self.scrub(found.name):
                 return found
+            if found.name == self._origin:
+                raise CheckpointsAway(f"{found.name}, which the run was forked from, is damaged: fork another one")
             log.error("%s is damaged, looking for an older one", found.name)
 
     async def scrub(self, name: str) -> bool:
@@ -145,7 +160,7 @@ class Checkpoints:
         try:
             answer = await self._stub.ScrubCheckpoint(pb.ScrubCheckpointRequest(name=name), timeout=_SCRUB_SECONDS)
         except grpc.aio.AioRpcError as error:
-            raise CheckpointsAway(f"the checkpoint service answered {error.code().name}: {error.details()}") from None
+            raise away(error) from None
         return bool(answer.damaged_keys)
 
     async def start(self, cursor: Cursor, version: int, epoch: int) -> None:
@@ -208,6 +223,11 @@ class Checkpoints:
             self._trimmed, self._warn_at = self._covered, MAX_KEPT_OPERATIONS
         self._covered = saved.op_id
         log.info("committed %s at version %d", begun.checkpoint.name, due.version)
+
+
+def away(error: grpc.aio.AioRpcError) -> CheckpointsAway:
+    """What a call to the catalog that failed means to a run."""
+    return CheckpointsAway(f"the checkpoint service answered {error.code().name}: {error.details()}")
 
 
 def to_message(cursor: Cursor, version: int, epoch: int, fingerprint: str) -> checkpoint_pb2.LoopCursor:

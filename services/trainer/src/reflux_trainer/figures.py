@@ -154,7 +154,7 @@ def _times(times: StepTimes, batch: Batch, trained_tokens: int) -> dict[str, flo
             "trainer_idle": max(0.0, 1.0 - times.compute / times.step) if times.step else 0.0,
             "tokens_per_second": tokens / times.step if times.step else 0.0,
             "trainer/compute_seconds": times.compute,
-        "tokens_per_compute_second": trained_tokens / times.compute if times.compute else 0.0,
+            "tokens_per_compute_second": trained_tokens / times.compute if times.compute else 0.0,
         }
         | {
             f"trainer_idle/{cause}": seconds / times.step

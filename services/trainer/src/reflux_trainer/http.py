@@ -46,6 +46,7 @@ def application(supervisor: Supervisor, store: RunStore, stack_secret: str) -> w
     app.router.add_get("/v1/runs/{run}/events", _events)
     for verb in ("pause", "resume", "cancel"):
         app.router.add_post(f"/v1/runs/{{run}}/{verb}", _verb(verb))
+    app.router.add_post("/v1/runs/{run}/fork", _fork)
     return app
 
 
@@ -125,6 +126,19 @@ async def _create(request: web.Request) -> web.Response:
         return _error(400, "INVALID_REQUEST", "config is missing; an empty object is the recipe", {"field": "config"})
     else:
         record = await supervisor.create(parsed, request_id)
+    return await _run_response(request, record, status=201)
+
+
+async def _fork(request: web.Request) -> web.Response:
+    document = await _body(request)
+    request_id, checkpoint = str(document.pop("request_id", "") or uuid4()), str(document.pop("checkpoint", ""))
+    changes = document.pop("changes", {})
+    if document or not isinstance(changes, dict):
+        key = next(iter(document), "changes")
+        return _error(
+            400, "INVALID_REQUEST", f'{key}: send {{"changes": {{...}}}} with keys of a run file', {"field": key}
+        )
+    record = await request.app[_SUPERVISOR].fork(_run(request), checkpoint, changes, request_id)
     return await _run_response(request, record, status=201)
 
 

@@ -95,6 +95,9 @@ class Attempt:
             await processes.fleet_ready(self._waits, deadline)
             await self._first_publish(parts)
         self._milestones.mark("fleet")
+        if self._record.forked_from and cursor.step == cursor.base_step and parts.publisher.last:
+            # Its own from now on: the source's retention may remove the one that it was forked from.
+            await parts.checkpoints.start(cursor, parts.learner.version, parts.publisher.last.epoch)
         # Later weights must not pass for those after warm-up.
         if cursor.step == 0 and not self._assembly.evaluated(0):
             with self._phase("evaluation"):

@@ -51,6 +51,7 @@ def render_run(record: RunRecord, step: int) -> run_pb2.Run:
         attempt=record.attempt,
         job=record.job,
         folder=record.folder,
+        forked_from=record.forked_from,
     )
 
 

@@ -9,7 +9,7 @@ from reflux.trainer.v1 import trainer_service_pb2 as pb
 from reflux.trainer.v1.trainer_service_pb2_grpc import TrainerServiceServicer
 from reflux_kit.errors import InvalidRequest, NotFound
 from reflux_runs.errors import ConfigError
-from reflux_runs.translate import from_message
+from reflux_runs.translate import changes_of, from_message
 from reflux_trainer.learners import HEARTBEAT_SECONDS, LearnerEntry, LearnerRegistry
 from reflux_trainer.messages import parse_name, parse_run_id, refused, render_run, render_watched
 from reflux_trainer.records import RunRecord
@@ -78,6 +78,15 @@ class TrainerServicer(TrainerServiceServicer):
         except ConfigError as error:
             raise refused(error) from None
         return pb.ResumeRunResponse(run=await self._render(record))
+
+    async def ForkRun(self, request: pb.ForkRunRequest, context: Any) -> pb.ForkRunResponse:
+        """Starts a run from a checkpoint of another one."""
+        run, request_id = parse_name(request.name), _parse_request_id(request.request_id)
+        try:
+            record = await self._supervisor.fork(run, request.checkpoint, changes_of(request.changes), request_id)
+        except ConfigError as error:
+            raise refused(error) from None
+        return pb.ForkRunResponse(run=await self._render(record))
 
     async def CancelRun(self, request: pb.CancelRunRequest, context: Any) -> pb.CancelRunResponse:
         """Ends a run."""

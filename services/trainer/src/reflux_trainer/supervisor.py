@@ -4,7 +4,9 @@ import asyncio
 import hashlib
 import logging
 import time
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 from weakref import WeakValueDictionary
 
 import grpc
@@ -16,6 +18,7 @@ from reflux_runs.load import load_file
 from reflux_runs.preflight import preflight
 from reflux_tasks.options import InvalidOption
 from reflux_trainer.active import ActiveRun, end
+from reflux_trainer.forking import FIXED, find_origin, forked_config
 from reflux_trainer.peers import Peers
 from reflux_trainer.problems import catalog
 from reflux_trainer.processes import cancel_job
@@ -88,9 +91,32 @@ class Supervisor:
     async def create(self, config: RunConfig, request_id: str) -> RunRecord:
         """Checks a configuration and starts its run; the same `request_id` gives the same run. Raises ConfigError."""
         await self._check(config)
-        run = f"{config.name}-{hashlib.blake2b(request_id.encode(), digest_size=4).hexdigest()}"
+        run = new_run_id(config, request_id)
         async with self._lock(run):
             return await self._create(run, config)
+
+    async def fork(self, run: str, checkpoint: str, changes: Mapping[str, Any], request_id: str) -> RunRecord:
+        """Starts a run of its own from a checkpoint of `run` ("" is the newest intact one), with changed settings.
+
+        Raises NotFound, InvalidRequest or ConfigError.
+        """
+        source = await self._source(run)
+        origin = await find_origin(self._peers, run, checkpoint)
+        config = forked_config(source, changes, run, origin)
+        await self._check(config)
+        forked = new_run_id(config, request_id)
+        async with self._lock(forked):
+            return await self._create(forked, config, forked_from=origin.name)
+
+    async def _source(self, run: str) -> RunConfig:
+        """The configuration of a run that Redis or its folder remembers. Raises NotFound."""
+        try:
+            return (await self._store.get(run)).config
+        except NotFound:
+            path = self._peers.settings.runs_folder / run / "config.toml"
+            if not path.is_file():
+                raise NotFound(f"there is no run {run!r}, neither in Redis nor in {path.parent.parent}") from None
+            return load_file(path)
 
     async def resume(self, run: str, config: RunConfig | None = None) -> RunRecord:
         """Continues a paused, failed or cancelled run, or one that only its checkpoints remember.
@@ -174,21 +200,16 @@ class Supervisor:
             raise InvalidRequest(f"task {config.task.name}: {error}", field=f"task.{error.key}") from None
         log.info("preflight of %s: %s", config.name, "; ".join(preflight(config, known).lines()))
 
-    async def _create(self, run: str, config: RunConfig, attempt: int = 1) -> RunRecord:
+    async def _create(self, run: str, config: RunConfig, attempt: int = 1, forked_from: str = "") -> RunRecord:
         folder = self._peers.settings.runs_folder.resolve() / run
-        record = await self._store.create(
-            RunRecord(run=run, config=config, created_at=time.time(), folder=str(folder), attempt=attempt)
-        )
+        made = RunRecord(run, config, created_at=time.time(), folder=str(folder), attempt=attempt)
+        record = await self._store.create(replace(made, forked_from=forked_from))
         if not record.ended and run not in self._active:
             self._begin(record)
         return record
 
     async def _resume_forgotten(self, run: str, config: RunConfig | None) -> RunRecord:
-        folder = self._peers.settings.runs_folder / run
-        if config is None:
-            if not (folder / "config.toml").is_file():
-                raise NotFound(f"there is no run {run!r}, neither in Redis nor in {folder.parent}")
-            config = load_file(folder / "config.toml")
+        config = config or await self._source(run)
         await self._check(config)
         # Above the attempt that wrote the checkpoint, or the catalog would fence this one.
         return await self._create(run, config, attempt=await self._checkpointed_attempt(run) + 1)
@@ -211,13 +232,17 @@ class Supervisor:
             del self._active[active.record.run]
 
 
-_FIXED = ("seed", "task", "model", "warmup")
+def new_run_id(config: RunConfig, request_id: str) -> str:
+    """Name and a short hash of the request, so that a repeated request finds its run."""
+    return f"{config.name}-{hashlib.blake2b(request_id.encode(), digest_size=4).hexdigest()}"
+
+
 _FIXED_RL = ("groups_per_step", "samples_per_group", "max_lag", "verifier")
 
 
 def _check_continues(old: RunConfig, new: RunConfig) -> None:
     """A resumed run keeps its data and its counts; rates, limits and the number of steps may change."""
-    changed = [name for name in _FIXED if getattr(old, name) != getattr(new, name)]
+    changed = [name for name in FIXED if getattr(old, name) != getattr(new, name)]
     changed += [f"rl.{name}" for name in _FIXED_RL if getattr(old.rl, name) != getattr(new.rl, name)]
     if changed:
         raise InvalidRequest(

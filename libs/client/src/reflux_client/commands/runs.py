@@ -64,7 +64,7 @@ async def create(config: Any, resume_run: str = "") -> Run:
 @click.argument("name", metavar="RUN")
 def watch(name: str) -> None:
     """Follow RUN with live progress until it ends; exit status 1 when it fails."""
-    sys.exit(0 if follow(_resource(name)) else 1)
+    sys.exit(0 if follow(resource_of(name)) else 1)
 
 
 def follow(name: str) -> bool:
@@ -178,11 +178,12 @@ def cancel(name: str) -> None:
 def _act(name: str, call: Callable[[Any, str], Awaitable[Any]]) -> None:
     async def act() -> Run:
         async with connection.channel("trainer") as channel:
-            return (await call(TrainerServiceStub(channel), _resource(name))).run
+            return (await call(TrainerServiceStub(channel), resource_of(name))).run
 
     after = asyncio.run(act())
     click.echo(f"{name}: {Run.State.Name(after.state).removeprefix('STATE_').lower().replace('_', ' ')}")
 
 
-def _resource(name: str) -> str:
+def resource_of(name: str) -> str:
+    """The resource name of a run that may be given by its id alone."""
     return name if name.startswith("runs/") else f"runs/{name}"

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from reflux.trainer.v1 import run_pb2 as reflux_dot_trainer_dot_v1_dot_run__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\'reflux/trainer/v1/trainer_service.proto\x12\x11reflux.trainer.v1\x1a\x1breflux/trainer/v1/run.proto\"h\n\x10\x43reateRunRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12,\n\x06\x63onfig\x18\x02 \x01(\x0b\x32\x1c.reflux.trainer.v1.RunConfig\x12\x12\n\nresume_run\x18\x03 \x01(\t\"8\n\x11\x43reateRunResponse\x12#\n\x03run\x18\x01 \x01(\x0b\x32\x16.reflux.trainer.v1.Run\"\x1d\n\rGetRunRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"5\n\x0eGetRunResponse\x12#\n\x03run\x18\x01 \x01(\x0b\x32\x16.reflux.trainer.v1.Run\"8\n\x0fListRunsRequest\x12\x11\n\tpage_size\x18\x01 \x01(\r\x12\x12\n\npage_token\x18\x02 \x01(\t\"Q\n\x10ListRunsResponse\x12$\n\x04runs\x18\x01 \x03(\x0b\x32\x16.reflux.trainer.v1.Run\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"5\n\x0fWatchRunRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x14\n\x0cresume_token\x18\x02 \x01(\t\"|\n\x10WatchRunResponse\x12\x14\n\x0cresume_token\x18\x01 \x01(\t\x12#\n\x03run\x18\x02 \x01(\x0b\x32\x16.reflux.trainer.v1.Run\x12-\n\x08progress\x18\x03 \x01(\x0b\x32\x1b.reflux.trainer.v1.Progress\"\x1f\n\x0fPauseRunRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"7\n\x10PauseRunResponse\x12#\n\x03run\x18\x01 \x01(\x0b\x32\x16.reflux.trainer.v1.Run\" \n\x10ResumeRunRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"8\n\x11ResumeRunResponse\x12#\n\x03run\x18\x01 \x01(\x0b\x32\x16.reflux.trainer.v1.Run\" \n\x10\x43\x61ncelRunRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"8\n\x11\x43\x61ncelRunResponse\x12#\n\x03run\x18\x01 \x01(\x0b\x32\x16.reflux.trainer.v1.Run\"K\n\x16RegisterLearnerRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\"4\n\x17RegisterLearnerResponse\x12\x19\n\x11heartbeat_seconds\x18\x01 \x01(\x01\x32\xd2\x05\n\x0eTrainerService\x12V\n\tCreateRun\x12#.reflux.trainer.v1.CreateRunRequest\x1a$.reflux.trainer.v1.CreateRunResponse\x12M\n\x06GetRun\x12 .reflux.trainer.v1.GetRunRequest\x1a!.reflux.trainer.v1.GetRunResponse\x12S\n\x08ListRuns\x12\".reflux.trainer.v1.ListRunsRequest\x1a#.reflux.trainer.v1.ListRunsResponse\x12U\n\x08WatchRun\x12\".reflux.trainer.v1.WatchRunRequest\x1a#.reflux.trainer.v1.WatchRunResponse0\x01\x12S\n\x08PauseRun\x12\".reflux.trainer.v1.PauseRunRequest\x1a#.reflux.trainer.v1.PauseRunResponse\x12V\n\tResumeRun\x12#.reflux.trainer.v1.ResumeRunRequest\x1a$.reflux.trainer.v1.ResumeRunResponse\x12V\n\tCancelRun\x12#.reflux.trainer.v1.CancelRunRequest\x1a$.reflux.trainer.v1.CancelRunResponse\x12h\n\x0fRegisterLearner\x12).reflux.trainer.v1.RegisterLearnerRequest\x1a*.reflux.trainer.v1.RegisterLearnerResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\'reflux/trainer/v1/trainer_service.proto\x12\x11reflux.trainer.v1\x1a\x1breflux/trainer/v1/run.proto\"h\n\x10\x43reateRunRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12,\n\x06\x63onfig\x18\x02 \x01(\x0b\x32\x1c.reflux.trainer.v1.RunConfig\x12\x12\n\nresume_run\x18\x03 \x01(\t\"8\n\x11\x43reateRunResponse\x12#\n\x03run\x18\x01 \x01(\x0b\x32\x16.reflux.trainer.v1.Run\"\x1d\n\rGetRunRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"5\n\x0eGetRunResponse\x12#\n\x03run\x18\x01 \x01(\x0b\x32\x16.reflux.trainer.v1.Run\"8\n\x0fListRunsRequest\x12\x11\n\tpage_size\x18\x01 \x01(\r\x12\x12\n\npage_token\x18\x02 \x01(\t\"Q\n\x10ListRunsResponse\x12$\n\x04runs\x18\x01 \x03(\x0b\x32\x16.reflux.trainer.v1.Run\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"5\n\x0fWatchRunRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x14\n\x0cresume_token\x18\x02 \x01(\t\"|\n\x10WatchRunResponse\x12\x14\n\x0cresume_token\x18\x01 \x01(\t\x12#\n\x03run\x18\x02 \x01(\x0b\x32\x16.reflux.trainer.v1.Run\x12-\n\x08progress\x18\x03 \x01(\x0b\x32\x1b.reflux.trainer.v1.Progress\"\x1f\n\x0fPauseRunRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"7\n\x10PauseRunResponse\x12#\n\x03run\x18\x01 \x01(\x0b\x32\x16.reflux.trainer.v1.Run\" \n\x10ResumeRunRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"8\n\x11ResumeRunResponse\x12#\n\x03run\x18\x01 \x01(\x0b\x32\x16.reflux.trainer.v1.Run\"u\n\x0e\x46orkRunRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x12\n\ncheckpoint\x18\x03 \x01(\t\x12-\n\x07\x63hanges\x18\x04 \x01(\x0b\x32\x1c.reflux.trainer.v1.RunConfig\"6\n\x0f\x46orkRunResponse\x12#\n\x03run\x18\x01 \x01(\x0b\x32\x16.reflux.trainer.v1.Run\" \n\x10\x43\x61ncelRunRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"8\n\x11\x43\x61ncelRunResponse\x12#\n\x03run\x18\x01 \x01(\x0b\x32\x16.reflux.trainer.v1.Run\"K\n\x16RegisterLearnerRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\"4\n\x17RegisterLearnerResponse\x12\x19\n\x11heartbeat_seconds\x18\x01 \x01(\x01\x32\xa4\x06\n\x0eTrainerService\x12V\n\tCreateRun\x12#.reflux.trainer.v1.CreateRunRequest\x1a$.reflux.trainer.v1.CreateRunResponse\x12M\n\x06GetRun\x12 .reflux.trainer.v1.GetRunRequest\x1a!.reflux.trainer.v1.GetRunResponse\x12S\n\x08ListRuns\x12\".reflux.trainer.v1.ListRunsRequest\x1a#.reflux.trainer.v1.ListRunsResponse\x12U\n\x08WatchRun\x12\".reflux.trainer.v1.WatchRunRequest\x1a#.reflux.trainer.v1.WatchRunResponse0\x01\x12S\n\x08PauseRun\x12\".reflux.trainer.v1.PauseRunRequest\x1a#.reflux.trainer.v1.PauseRunResponse\x12V\n\tResumeRun\x12#.reflux.trainer.v1.ResumeRunRequest\x1a$.reflux.trainer.v1.ResumeRunResponse\x12P\n\x07\x46orkRun\x12!.reflux.trainer.v1.ForkRunRequest\x1a\".reflux.trainer.v1.ForkRunResponse\x12V\n\tCancelRun\x12#.reflux.trainer.v1.CancelRunRequest\x1a$.reflux.trainer.v1.CancelRunResponse\x12h\n\x0fRegisterLearner\x12).reflux.trainer.v1.RegisterLearnerRequest\x1a*.reflux.trainer.v1.RegisterLearnerResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -56,14 +56,18 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_RESUMERUNREQUEST']._serialized_end=785
   _globals['_RESUMERUNRESPONSE']._serialized_start=787
   _globals['_RESUMERUNRESPONSE']._serialized_end=843
-  _globals['_CANCELRUNREQUEST']._serialized_start=845
-  _globals['_CANCELRUNREQUEST']._serialized_end=877
-  _globals['_CANCELRUNRESPONSE']._serialized_start=879
-  _globals['_CANCELRUNRESPONSE']._serialized_end=935
-  _globals['_REGISTERLEARNERREQUEST']._serialized_start=937
-  _globals['_REGISTERLEARNERREQUEST']._serialized_end=1012
-  _globals['_REGISTERLEARNERRESPONSE']._serialized_start=1014
-  _globals['_REGISTERLEARNERRESPONSE']._serialized_end=1066
-  _globals['_TRAINERSERVICE']._serialized_start=1069
-  _globals['_TRAINERSERVICE']._serialized_end=1791
+  _globals['_FORKRUNREQUEST']._serialized_start=845
+  _globals['_FORKRUNREQUEST']._serialized_end=962
+  _globals['_FORKRUNRESPONSE']._serialized_start=964
+  _globals['_FORKRUNRESPONSE']._serialized_end=1018
+  _globals['_CANCELRUNREQUEST']._serialized_start=1020
+  _globals['_CANCELRUNREQUEST']._serialized_end=1052
+  _globals['_CANCELRUNRESPONSE']._serialized_start=1054
+  _globals['_CANCELRUNRESPONSE']._serialized_end=1110
+  _globals['_REGISTERLEARNERREQUEST']._serialized_start=1112
+  _globals['_REGISTERLEARNERREQUEST']._serialized_end=1187
+  _globals['_REGISTERLEARNERRESPONSE']._serialized_start=1189
+  _globals['_REGISTERLEARNERRESPONSE']._serialized_end=1241
+  _globals['_TRAINERSERVICE']._serialized_start=1244
+  _globals['_TRAINERSERVICE']._serialized_end=2048
 # @@protoc_insertion_point(module_scope)

@@ -328,6 +328,66 @@ class ResumeRunResponse(_message.Message):
 Global___ResumeRunResponse: _TypeAlias = ResumeRunResponse  # noqa: Y015
 
 @_typing.final
+class ForkRunRequest(_message.Message):
+    """What to branch off."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    CHECKPOINT_FIELD_NUMBER: _builtins.int
+    CHANGES_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """Client-chosen UUID that makes retries safe; remembered for one day."""
+    name: _builtins.str
+    """The run to branch off: runs/{run}"""
+    checkpoint: _builtins.str
+    """Its checkpoint to start from: checkpoints/{run}/{id}; empty takes the newest intact one."""
+    @_builtins.property
+    def changes(self) -> _run_pb2.RunConfig:
+        """What is to differ from the run's configuration; task, model, warm-up and seed stay."""
+
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        name: _builtins.str = ...,
+        checkpoint: _builtins.str = ...,
+        changes: _run_pb2.RunConfig | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["changes", b"changes"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["changes", b"changes", "checkpoint", b"checkpoint", "name", b"name", "request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ForkRunRequest: _TypeAlias = ForkRunRequest  # noqa: Y015
+
+@_typing.final
+class ForkRunResponse(_message.Message):
+    """The run that was branched off."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def run(self) -> _run_pb2.Run:
+        """The new run as stored."""
+
+    def __init__(
+        self,
+        *,
+        run: _run_pb2.Run | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["run", b"run"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["run", b"run"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ForkRunResponse: _TypeAlias = ForkRunResponse  # noqa: Y015
+
+@_typing.final
 class CancelRunRequest(_message.Message):
     """Which run to end."""
 

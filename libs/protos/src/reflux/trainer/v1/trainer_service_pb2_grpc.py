@@ -65,6 +65,11 @@ class TrainerServiceStub:
                 request_serializer=reflux_dot_trainer_dot_v1_dot_trainer__service__pb2.ResumeRunRequest.SerializeToString,
                 response_deserializer=reflux_dot_trainer_dot_v1_dot_trainer__service__pb2.ResumeRunResponse.FromString,
                 _registered_method=True)
+        self.ForkRun = channel.unary_unary(
+                '/reflux.trainer.v1.TrainerService/ForkRun',
+                request_serializer=reflux_dot_trainer_dot_v1_dot_trainer__service__pb2.ForkRunRequest.SerializeToString,
+                response_deserializer=reflux_dot_trainer_dot_v1_dot_trainer__service__pb2.ForkRunResponse.FromString,
+                _registered_method=True)
         self.CancelRun = channel.unary_unary(
                 '/reflux.trainer.v1.TrainerService/CancelRun',
                 request_serializer=reflux_dot_trainer_dot_v1_dot_trainer__service__pb2.CancelRunRequest.SerializeToString,
@@ -123,6 +128,13 @@ class TrainerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ForkRun(self, request, context):
+        """Starts a run of its own from a checkpoint of another one, with changed settings. Idempotent by `request_id`.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def CancelRun(self, request, context):
         """Ends a run.
         """
@@ -169,6 +181,11 @@ def add_TrainerServiceServicer_to_server(servicer, server):
                     servicer.ResumeRun,
                     request_deserializer=reflux_dot_trainer_dot_v1_dot_trainer__service__pb2.ResumeRunRequest.FromString,
                     response_serializer=reflux_dot_trainer_dot_v1_dot_trainer__service__pb2.ResumeRunResponse.SerializeToString,
+            ),
+            'ForkRun': grpc.unary_unary_rpc_method_handler(
+                    servicer.ForkRun,
+                    request_deserializer=reflux_dot_trainer_dot_v1_dot_trainer__service__pb2.ForkRunRequest.FromString,
+                    response_serializer=reflux_dot_trainer_dot_v1_dot_trainer__service__pb2.ForkRunResponse.SerializeToString,
             ),
             'CancelRun': grpc.unary_unary_rpc_method_handler(
                     servicer.CancelRun,
@@ -344,6 +361,33 @@ class TrainerService:
             '/reflux.trainer.v1.TrainerService/ResumeRun',
             reflux_dot_trainer_dot_v1_dot_trainer__service__pb2.ResumeRunRequest.SerializeToString,
             reflux_dot_trainer_dot_v1_dot_trainer__service__pb2.ResumeRunResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ForkRun(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/reflux.trainer.v1.TrainerService/ForkRun',
+            reflux_dot_trainer_dot_v1_dot_trainer__service__pb2.ForkRunRequest.SerializeToString,
+            reflux_dot_trainer_dot_v1_dot_trainer__service__pb2.ForkRunResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -45,6 +45,8 @@ class TrainerServiceStub:
     """Stops issuing prompts and training until ResumeRun."""
     ResumeRun: _grpc.UnaryUnaryMultiCallable[_trainer_service_pb2.ResumeRunRequest, _trainer_service_pb2.ResumeRunResponse]
     """Continues a paused run, or a failed one from its last checkpoint."""
+    ForkRun: _grpc.UnaryUnaryMultiCallable[_trainer_service_pb2.ForkRunRequest, _trainer_service_pb2.ForkRunResponse]
+    """Starts a run of its own from a checkpoint of another one, with changed settings. Idempotent by `request_id`."""
     CancelRun: _grpc.UnaryUnaryMultiCallable[_trainer_service_pb2.CancelRunRequest, _trainer_service_pb2.CancelRunResponse]
     """Ends a run."""
     RegisterLearner: _grpc.UnaryUnaryMultiCallable[_trainer_service_pb2.RegisterLearnerRequest, _trainer_service_pb2.RegisterLearnerResponse]
@@ -67,6 +69,8 @@ class TrainerServiceAsyncStub(TrainerServiceStub):
     """Stops issuing prompts and training until ResumeRun."""
     ResumeRun: _aio.UnaryUnaryMultiCallable[_trainer_service_pb2.ResumeRunRequest, _trainer_service_pb2.ResumeRunResponse]  # type: ignore[assignment]
     """Continues a paused run, or a failed one from its last checkpoint."""
+    ForkRun: _aio.UnaryUnaryMultiCallable[_trainer_service_pb2.ForkRunRequest, _trainer_service_pb2.ForkRunResponse]  # type: ignore[assignment]
+    """Starts a run of its own from a checkpoint of another one, with changed settings. Idempotent by `request_id`."""
     CancelRun: _aio.UnaryUnaryMultiCallable[_trainer_service_pb2.CancelRunRequest, _trainer_service_pb2.CancelRunResponse]  # type: ignore[assignment]
     """Ends a run."""
     RegisterLearner: _aio.UnaryUnaryMultiCallable[_trainer_service_pb2.RegisterLearnerRequest, _trainer_service_pb2.RegisterLearnerResponse]  # type: ignore[assignment]
@@ -122,6 +126,14 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_trainer_service_pb2.ResumeRunResponse, _abc.Awaitable[_trainer_service_pb2.ResumeRunResponse]]:
         """Continues a paused run, or a failed one from its last checkpoint."""
+
+    @_abc_1.abstractmethod
+    def ForkRun(
+        self,
+        request: _trainer_service_pb2.ForkRunRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_trainer_service_pb2.ForkRunResponse, _abc.Awaitable[_trainer_service_pb2.ForkRunResponse]]:
+        """Starts a run of its own from a checkpoint of another one, with changed settings. Idempotent by `request_id`."""
 
     @_abc_1.abstractmethod
     def CancelRun(
