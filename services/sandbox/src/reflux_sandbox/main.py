@@ -14,6 +14,7 @@ from reflux_sandbox import metrics
 from reflux_sandbox.code_runner import CodeRunner
 from reflux_sandbox.dispatcher import Dispatcher
 from reflux_sandbox.isolation.choose import open_isolation
+from reflux_sandbox.ladder.mount import open_ladders
 from reflux_sandbox.remote.choose import open_places
 from reflux_sandbox.remote.node import node_values
 from reflux_sandbox.servicer import MOST_WATCHERS, SERVICE_NAME, SandboxServicer
@@ -48,7 +49,8 @@ async def build(settings: SandboxSettings) -> AsyncIterator[Service]:
         dispatcher = await stack.enter_async_context(work)
         runner = CodeRunner(isolation, settings.code_concurrency)
         servicer = SandboxServicer(settings, store, dispatcher, runner, isolation, reasons)
-        yield Service((Mount(servicer, add_SandboxServiceServicer_to_server, SERVICE_NAME),))
+        ladders = await stack.enter_async_context(open_ladders(settings, client, store, dispatcher, isolation))
+        yield Service((Mount(servicer, add_SandboxServiceServicer_to_server, SERVICE_NAME), ladders))
 
 
 def main() -> None:

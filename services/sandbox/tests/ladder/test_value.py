@@ -30,7 +30,7 @@ def group_of(rows):
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 @given(rows=GROUPS)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_value_is_never_negative_and_known_answers_have_none(estimator, rows):
     group = group_of(rows)
     worth = gains(group, estimator)
@@ -41,7 +41,7 @@ def test_value_is_never_negative_and_known_answers_have_none(estimator, rows):
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 @given(rows=GROUPS, data=st.data())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_the_order_of_a_group_does_not_matter(estimator, rows, data):
     group = group_of(rows)
     order = data.draw(st.permutations(range(len(group))))
@@ -62,7 +62,7 @@ def test_a_decided_group_is_worth_nothing(estimator):
 
 
 @given(rows=st.lists(st.tuples(st.floats(0, 1), st.integers(1, 4)), min_size=2, max_size=5), first=st.floats(0.01, 1))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_value_grows_with_the_spread_of_the_forecast(rows, first):
     shape = np.linspace(-1, 1, ATOMS)
 

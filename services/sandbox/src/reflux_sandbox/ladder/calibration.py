@@ -66,8 +66,8 @@ class TrustLimits:
     """Effective pairs below which nothing is trusted."""
 
     def __post_init__(self) -> None:
-        if not (-1.0 <= self.leave <= self.enter <= 1.0 and self.least_pairs >= 2):
-            raise ValueError(f"trust needs -1 <= leave <= enter <= 1 and least_pairs >= 2, got {self}")
+        if not (-1.0 <= self.leave <= self.enter <= 1.0 and 2 <= self.least_pairs < math.inf):
+            raise ValueError(f"trust needs -1 <= leave <= enter <= 1 and a finite least_pairs >= 2, got {self}")
 
 
 def figures(window: Sequence[Record]) -> Figures:

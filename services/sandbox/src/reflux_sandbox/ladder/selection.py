@@ -36,8 +36,8 @@ class ValuePolicy:
     def __post_init__(self) -> None:
         if not (0 < self.audit_share <= 1 and self.tolerated_error >= 0 and self.least_pairs >= 2):
             raise ValueError(f"a policy needs audit_share in (0, 1], tolerated_error >= 0, least_pairs >= 2: {self}")
-        if self.max_lag < 0 or self.budget_cpu_seconds < 0 or self.in_flight < 1:
-            raise ValueError(f"a policy needs max_lag >= 0, budget_cpu_seconds >= 0, in_flight >= 1: {self}")
+        if self.max_lag < 0 or not 0 <= self.budget_cpu_seconds < math.inf or self.in_flight < 1:
+            raise ValueError(f"a policy needs max_lag >= 0, a finite budget_cpu_seconds >= 0, in_flight >= 1: {self}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +53,8 @@ class Answer:
     """The full rung has ended, with a reward or without."""
     started: bool = False
     """Its verification is queued or runs."""
+    closed: bool = False
+    """It was skipped for good: it counts with its forecast."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +80,7 @@ def plan(
 ) -> Plan:
     """Plans a group. `exempt` groups (audited, or not trusted) are verified in full; `cost_seconds` stands for what
     the forecast does not know."""
-    open_answers = [position for position, answer in enumerate(answers) if not answer.ended]
+    open_answers = [position for position, answer in enumerate(answers) if not answer.ended and not answer.closed]
     if exempt or len(forecaster) < policy.least_pairs:
         return Plan(wanted=dict.fromkeys(open_answers, 1.0 / cost_seconds))
     if policy.max_lag and lag > policy.max_lag:
@@ -88,7 +90,7 @@ def plan(
     outlooks = [_outlook(answers[position], forecaster) for position in seen]
     worth = dict(zip(seen, _priorities(outlooks, policy.estimator, cost_seconds), strict=True))
     costs = {p: outlook.cpu_seconds or cost_seconds for p, outlook in zip(seen, outlooks, strict=True)}
-    forecast = [position for position in seen if not answers[position].ended]
+    forecast = [position for position in open_answers if position in seen]
     skipped: dict[int, Skip] = {}
     if forecast and (error := expected_error(outlooks, policy.estimator)) <= policy.tolerated_error:
         skipped = dict.fromkeys(forecast, "decided" if error == 0 else "negligible")
