@@ -38,10 +38,16 @@ local function bury(id, reason)
   for _, old in ipairs(redis.call('ZRANGE', p .. 'dead', 0, -MOST_DEAD - 1)) do forget_dead_letter(old) end
 end
 
+-- A job that ends without some grades hears of them no more.
+local function stop_listening(id, keys)
+  for i = 0, count_of(keys) - 1 do redis.call('SREM', p .. 'parked:' .. key_at(keys, i), id) end
+end
+
 -- Ends a job; answers without a grade get the row of `outcome`, in the form that grade_to_json in jobs.py writes.
 local function mark_ended(id, keep_seconds, outcome, message, dead)
   if outcome then redis.call('HSET', job(id), 'rest', cjson.encode({ outcome, 0, {}, message }), 'error', message) end
   local row = fields_of(id, 'run', 'group', 'state', 'started', 'attempts', 'keys', 'slots', 'rest', 'executed')
+  if outcome then stop_listening(id, row.keys) end
   if row.state == 'queued' then unqueue(id) end
   redis.call('HSET', job(id), 'state', 'ended', 'ended', now)
   redis.call('HDEL', job(id), 'own', 'score')
@@ -72,19 +78,20 @@ end
 -- Tells the jobs that wait for an answer its grade. Without one (nil: its run gave none) they go back to their queue:
 -- the first of them runs it.
 local function resolve(key, grade, keep_seconds)
-  local waiting = redis.call('SMEMBERS', p .. 'parked:' .. key)
-  if grade then redis.call('DEL', p .. 'parked:' .. key) end
+  local set = p .. 'parked:' .. key
+  local waiting = redis.call('SMEMBERS', set)
+  if grade then redis.call('DEL', set) end
   for _, id in ipairs(waiting) do
     local row = fields_of(id, 'state', 'keys')
-    if row.state and row.state ~= 'ended' then
-      if grade then
-        for i = 0, count_of(row.keys) - 1 do
-          if key_at(row.keys, i) == key and fill(id, i, grade) == 0 and row.state ~= 'running' then
-            mark_ended(id, keep_seconds)
-          end
+    if not row.state or row.state == 'ended' then
+      redis.call('SREM', set, id)
+    elseif not grade then
+      if row.state == 'parked' then enqueue(id) end
+    else
+      for i = 0, count_of(row.keys) - 1 do
+        if key_at(row.keys, i) == key and fill(id, i, grade) == 0 and row.state ~= 'running' then
+          mark_ended(id, keep_seconds)
         end
-      elseif row.state == 'parked' then
-        enqueue(id)
       end
     end
   end
