@@ -87,6 +87,22 @@ def test_a_folder_of_mixtures_is_judged_and_a_missed_bar_is_status_one(
     assert (report["quick"], report["candidates"]) == (True, ["NiO", "TiO2", "ZnO"])
 
 
+def test_a_laboratory_checks_an_answer_about_its_own_pattern(objcryst: None, tmp_path: Path, candidates: Path) -> None:
+    write_mixture(tmp_path / "data", candidates, "sample.xy")
+    pattern = tmp_path / "data" / "sample.xy"
+
+    def check(*phases: str) -> Result:
+        return CliRunner().invoke(tasks, ["check", "xrd", str(pattern), *phases, "--candidates", str(candidates)])
+
+    right, short = check("NiO", "ZnO"), check("NiO")
+    assert right.exit_code == 0
+    assert json.loads(right.stdout)["accepted"] is True
+    assert set(json.loads(right.stdout)["phases"]) == {"NiO", "ZnO"}
+    assert (short.exit_code, json.loads(short.stdout)["accepted"]) == (1, False)
+    pattern.write_text("1 2\nthree\n")
+    assert "sample.xy:2" in str(check("NiO").exception)
+
+
 def test_what_cannot_be_validated_is_an_error_with_the_reason(tmp_path: Path, candidates: Path) -> None:
     (tmp_path / "empty").mkdir()
     without_data = validate("--data", tmp_path / "empty", "--candidates", candidates)

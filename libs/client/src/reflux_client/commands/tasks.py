@@ -1,4 +1,4 @@
-"""reflux tasks validate: how good a task's verifiers are on measured data."""
+"""reflux tasks validate | check: how good a task's verifiers are on measured data, and what they say of one answer."""
 
 import json
 import signal
@@ -15,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from reflux_client.commands.tasks_new import list_tasks, new_task
 from reflux_client.connection import ClientError
 
+_WAY_OUT = "install the package reflux-tasks where this command runs"
 _FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 
 
@@ -47,7 +48,7 @@ def xrd(data: Path, candidates: Path | None, quick: bool, workers: int | None, o
     try:
         report = _validate_xrd(data, candidates, quick, workers)
     except ModuleNotFoundError as error:
-        raise ClientError(f"{error}: install the package reflux-tasks where this command runs") from error
+        raise ClientError(f"{error}: {_WAY_OUT}") from error
     text = json.dumps(report)
     if out is not None:
         try:
@@ -59,6 +60,43 @@ def xrd(data: Path, candidates: Path | None, quick: bool, workers: int | None, o
         figures = ", ".join(f"{name} {report[name]} (needs {report['bars'][name]})" for name in report["missed"])
         click.echo(f"reflux: missed: {figures}", err=True)
         sys.exit(1)
+
+
+@tasks.group()
+def check() -> None:
+    """Judge an answer about a laboratory's own data; prints the verdict as JSON, status 1 when it is not accepted."""
+
+
+@check.command("xrd")
+@click.argument("pattern", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.argument("phases", nargs=-1, required=True)
+@click.option("--candidates", type=_FOLDER, help="Folder of candidate CIFs [default: those that come with the task].")
+def check_xrd(pattern: Path, phases: tuple[str, ...], candidates: Path | None) -> None:
+    """Refine PHASES, names of candidate files, against a measured PATTERN (Cu K-alpha).
+
+    \b
+    reflux tasks check xrd sample.xrdml TiO2 ZnO --candidates structures/
+    """
+    try:
+        grade = _check_xrd(pattern, phases, candidates)
+    except ModuleNotFoundError as error:
+        raise ClientError(f"{error}: {_WAY_OUT}") from error
+    click.echo(json.dumps(grade))
+    if not grade.get("accepted"):
+        sys.exit(1)
+
+
+def _check_xrd(pattern: Path, phases: tuple[str, ...], candidates: Path | None) -> dict[str, Any]:
+    from reflux_tasks.verify import VerificationError, VerifierUnavailable
+    from reflux_tasks.xrd.measured import MeasuredVerifier, measured_payload
+    from reflux_tasks.xrd.structure_files import SHIPPED
+
+    try:
+        payload = measured_payload(pattern, candidates or SHIPPED)
+        [grade] = MeasuredVerifier().grade(payload, [" <sep> ".join(phases) + " <eos>"])
+    except (VerificationError, VerifierUnavailable, ValueError, OSError) as error:
+        raise ClientError(f"cannot check: {error}") from error
+    return {"outcome": grade.outcome, "reward": round(grade.reward, 4), **grade.detail}
 
 
 def _validate_xrd(data: Path, candidates: Path | None, quick: bool, workers: int | None) -> dict[str, Any]:
