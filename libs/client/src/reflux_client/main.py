@@ -14,6 +14,7 @@ from reflux_client.commands.jobs import jobs
 from reflux_client.commands.runs import cancel, pause, resume, run, runs, watch
 from reflux_client.commands.stack import down, status, token, up
 from reflux_client.commands.tasks import tasks
+from reflux_client.commands.verifications import verifications
 from reflux_client.commands.weights import weights
 from reflux_client.connection import ClientError
 
@@ -33,7 +34,7 @@ def cli() -> None:
 
 for command in (up, down, status, token, run, runs, watch, pause, resume, cancel, fork, logs, trace, report, topology):
     cli.add_command(command)
-for command in (jobs, queues, weights, checkpoints, tasks, demo, demo_seeds):
+for command in (jobs, queues, verifications, weights, checkpoints, tasks, demo, demo_seeds):
     cli.add_command(command)
 
 
