@@ -151,3 +151,51 @@ async def test_models_beyond_the_learners_room_take_turns_without_losing_a_step(
         await done(tinker_world, info)
         (adapter,) = tinker_world.learner.adapters.values()
         assert (adapter.steps, adapter.op_id) == (4, 7)
+
+
+async def test_a_save_that_nobody_recorded_is_repeated_under_its_own_name(tinker_world, monkeypatch):
+    from redis.exceptions import ConnectionError as Away
+
+    from reflux_trainer.tinker.futures import FutureTable
+
+    finish, failures = FutureTable.finish, []
+
+    async def broken(self, owner, seq_id, *arguments):
+        if seq_id == 1 and not failures:
+            failures.append(seq_id)
+            raise Away("as the test wants it")
+        await finish(self, owner, seq_id, *arguments)
+
+    monkeypatch.setattr(FutureTable, "finish", broken)
+    async with tinker_world.trainer():
+        _, model = await model_of(tinker_world)
+        _, future = await tinker_world.post("save_weights", {"model_id": model, "seq_id": 1, "path": "one"})
+        assert (await done(tinker_world, future))["path"] == f"tinker://{model}/weights/one"
+        assert failures == [1]
+        _, taken = await tinker_world.post("save_weights", {"model_id": model, "seq_id": 2, "path": "one"})
+        assert "exists" in (await done(tinker_world, taken))["error"]
+        over = {"model_id": model, "seq_id": 3, "path": "one", "overwrite": True}
+        _, again = await tinker_world.post("save_weights", over)
+        assert "path" in await done(tinker_world, again)
+    stored = list((tinker_world.folder / "objects").rglob("weights/*/adapter"))
+    assert len(stored) == 1, "replaced checkpoints leave their bytes behind"
+
+
+async def test_the_end_of_a_session_frees_what_it_held_and_ends_what_cannot_go_on(tinker_world):
+    async with tinker_world.trainer(poll_seconds=0.2):
+        session, model = await model_of(tinker_world)
+        await forward_backward(tinker_world, model, 1)
+        _, step = await tinker_world.post("optim_step", STEP | {"model_id": model, "seq_id": 2})
+        await done(tinker_world, step)
+        _, orphan = await tinker_world.post("optim_step", STEP | {"model_id": model, "seq_id": 4})
+        saving = {"model_id": model, "seq_id": 9, "sampling_session_seq_id": 0}
+        await tinker_world.post("save_weights_for_sampler", saving)
+        assert (await tinker_world.post(f"sessions/{session}/finish", {}))[0] == 200
+        assert "operation 3 never arrived" in (await done(tinker_world, orphan))["error"]
+        assert tinker_world.learner.adapters == {}
+        # The model is still there for whoever loads or lists it, and for its own client.
+        await forward_backward(tinker_world, model, 3)
+        _, step = await tinker_world.post("optim_step", STEP | {"model_id": model, "seq_id": 4})
+        assert "never arrived" in (await done(tinker_world, step))["error"], "the number is used up"
+        _, step = await tinker_world.post("optim_step", STEP | {"model_id": model, "seq_id": 5})
+        assert (await done(tinker_world, step))["metrics"]["grad_norm"] > 0

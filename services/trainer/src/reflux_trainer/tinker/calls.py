@@ -54,6 +54,21 @@ def close_call(raw: bytes, seed: int) -> bytes:
     return json.dumps({"body": raw.decode(), "seed": seed}).encode()
 
 
+def check_sample(body: Sample, vocab_size: int) -> None:
+    """Refuses what nobody could draw, or what would be left out of the answer. Raises `InvalidRequest`."""
+    if any(chunk.type != "encoded_text" for chunk in body.prompt.chunks):
+        raise InvalidRequest("prompt.chunks: only encoded_text is served", field="prompt")
+    tokens = [token for chunk in body.prompt.chunks for token in chunk.tokens]
+    if not tokens:
+        raise InvalidRequest("prompt holds no token", field="prompt")
+    if min(tokens) < 0 or max(tokens) >= vocab_size:
+        raise InvalidRequest(f"prompt holds ids outside 0 to {vocab_size - 1}", field="prompt")
+    if body.target_prompt_logprobs is not None:
+        raise InvalidRequest("target_prompt_logprobs is not served", field="target_prompt_logprobs")
+    if body.prompt_alt_tokens_k:
+        raise InvalidRequest("prompt_alt_tokens_k is not served", field="prompt_alt_tokens_k")
+
+
 def say(group: Group, reason: str, *, paused: bool) -> None:
     """Tells polls why a group is not done."""
     for call in group.calls:

@@ -36,10 +36,10 @@ class Catalog:
         await self._redis.zadd(_ALIVE, {session_id: time.time()}, xx=True)
 
     async def end_session(self, session_id: str) -> list[Sampler]:
-        """Forgets that a session lives, and its unnamed samplers, which are returned."""
+        """Forgets that a session lives, and its samplers, which are returned; named weights are not theirs."""
         await self._redis.zrem(_ALIVE, session_id)
-        samplers = [await self._sampler(name) for name in await self.members("samplers", session_id)]
-        ended = [each for each in samplers if each is not None and each.kind in ("snapshot", "inflight")]
+        found = [await self._sampler(name) for name in await self.members("samplers", session_id)]
+        ended = [each for each in found if each is not None]
         for each in ended:
             await self._redis.delete(f"tinker:sampler:{each.sampler_id}")
             await self._redis.zrem(f"tinker:samplers:{session_id}", each.sampler_id)

@@ -39,8 +39,7 @@ class Desk:
         """Puts the models that idle for longest away, so that the learner holds at most `most` with the coming one."""
         held = [worker for worker in self.workers.values() if worker.loaded and worker is not coming]
         for worker in sorted(held, key=lambda each: each.used_at)[: max(0, len(held) + 1 - most)]:
-            if worker.idle:
-                await worker.unload()
+            await worker.unload()
 
     async def close(self) -> None:
         """Stops all work; what is open stays logged."""

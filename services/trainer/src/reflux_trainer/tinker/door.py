@@ -17,7 +17,7 @@ from reflux_kit.errors import Conflict, InvalidRequest, NotFound, ServiceError
 from reflux_storage.errors import StorageError
 from reflux_trainer.tinker import bodies, names, wire
 from reflux_trainer.tinker.blobs import Blobs
-from reflux_trainer.tinker.calls import close_call, open_call
+from reflux_trainer.tinker.calls import check_sample, close_call, open_call
 from reflux_trainer.tinker.catalog import Catalog
 from reflux_trainer.tinker.desks import Desks
 from reflux_trainer.tinker.futures import Future, FutureTable
@@ -113,18 +113,20 @@ class Door:
         await self.catalog.alive(session_id)
 
     async def finish_session(self, tenant: str, session_id: str) -> None:
-        """Ends a session: its unnamed samplers go, its models leave the learner. Raises NotFound."""
+        """Ends a session: its samplers go, its models leave the learner. Raises NotFound."""
         await self.catalog.session(tenant, session_id)
         await self._end_session(session_id)
 
     async def _end_session(self, session_id: str) -> None:
         for sampler in await self.catalog.end_session(session_id):
-            await self._blobs.drop(key for key, *_ in sampler.stored.objects)
+            await self.desks.of(sampler.base_model).sampling.cancel_all(sampler.sampler_id)
+            if sampler.kind == "snapshot":
+                await self._blobs.drop(key for key, *_ in sampler.stored.objects)
         for model_id in await self.catalog.members("models", session_id):
             if model := await self.catalog.any_model(model_id):
                 worker = self.desks.worker(model)
-                if worker.idle and worker.loaded:
-                    await worker.unload()
+                await worker.give_up_gaps()
+                await worker.unload()
 
     async def create_model(self, tenant: str, raw: bytes) -> str:
         """Makes a model on a base; returns the id of the future."""
@@ -234,26 +236,13 @@ class Door:
         """Logs a sampling request; returns the id of the future and how many samples it draws."""
         body = bodies.parse(bodies.Sample, raw)
         sampler = await self.catalog.sampler(tenant, body.sampling_session_id)
-        self._check_sample(body, sampler)
+        base = self.desks.of(sampler.base_model).base
+        check_sample(body, base.vocab_size)
         seed = random.getrandbits(63) if body.sampling_params.seed is None else body.sampling_params.seed
         payload = close_call(raw, seed)
         if await self._futures.submit(tenant, sampler.sampler_id, body.seq_id, "A", payload, _canonical(raw)):
             self.desks.of(sampler.base_model).sampling.add(open_call(sampler, body.seq_id, payload))
         return names.request_id(sampler.sampler_id, body.seq_id), body.num_samples
-
-    def _check_sample(self, body: bodies.Sample, sampler: Sampler) -> None:
-        base = self.desks.of(sampler.base_model).base
-        if any(chunk.type != "encoded_text" for chunk in body.prompt.chunks):
-            raise InvalidRequest("prompt.chunks: only encoded_text is served", field="prompt")
-        tokens = [token for chunk in body.prompt.chunks for token in chunk.tokens]
-        if not tokens:
-            raise InvalidRequest("prompt holds no token", field="prompt")
-        if min(tokens) < 0 or max(tokens) >= base.vocab_size:
-            raise InvalidRequest(f"prompt holds ids outside 0 to {base.vocab_size - 1}", field="prompt")
-        if body.target_prompt_logprobs is not None:
-            raise InvalidRequest("target_prompt_logprobs is not served", field="target_prompt_logprobs")
-        if body.prompt_alt_tokens_k:
-            raise InvalidRequest("prompt_alt_tokens_k is not served", field="prompt_alt_tokens_k")
 
     async def retrieve(self, tenant: str, request_id: str) -> Future | Pending:
         """The future when it is done, or why it is not, after a while. Raises ResultGone, NotFound."""

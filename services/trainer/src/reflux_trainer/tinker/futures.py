@@ -110,6 +110,11 @@ class FutureTable:
             return None
         return kind.decode(), await self._blobs.unpack(packed)
 
+    async def is_done(self, owner: str, seq_id: int) -> bool:
+        """Whether a future has ended and its result is still kept."""
+        state = await self._redis.hget(_key(owner, f"f:{seq_id}"), "state")
+        return state not in (None, b"open")
+
     async def finish(
         self, owner: str, seq_id: int, outcome: Outcome, progress: Progress | None = None, op_id: int = 0
     ) -> None:

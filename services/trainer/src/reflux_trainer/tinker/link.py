@@ -56,9 +56,10 @@ class LearnerLink:
             await self._channel.close()
 
     @property
-    def up(self) -> bool:
-        """Whether a learner has announced itself."""
-        return self._peers.learners.get(self.base.run) is not None
+    def incarnation(self) -> str:
+        """The learner process that last announced itself; "" without one."""
+        entry = self._peers.learners.get(self.base.run)
+        return entry.incarnation if entry else ""
 
     async def ready(self) -> str:
         """Waits for a learner with the base loaded; returns its incarnation. Raises Unavailable without a job."""

@@ -3,7 +3,7 @@
 import json
 import math
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 from uuid import uuid4
@@ -16,7 +16,7 @@ from reflux_trainer.tinker.blobs import Blobs, folder_of
 from reflux_trainer.tinker.bodies import AdamParams, LoadWeights, OptimStep, SaveWeights, SaveWeightsForSampler, parse
 from reflux_trainer.tinker.catalog import Catalog
 from reflux_trainer.tinker.futures import JSON, PROTOBUF, Outcome
-from reflux_trainer.tinker.names import CheckpointUri, Kind, checked_name, sampler_id
+from reflux_trainer.tinker.names import CheckpointUri, checked_name, sampler_id
 from reflux_trainer.tinker.records import Checkpoint, Model, Progress, Sampler, Weights
 
 Call = Callable[[Callable[[Any], Awaitable[Any]]], Awaitable[Any]]
@@ -138,18 +138,18 @@ class Operations:
         body = parse(SaveWeights, payload)
         uri = CheckpointUri(self._model.model_id, "training", checked_name(body.path, seq_id))
         if not body.overwrite:
-            await self._check_free(uri)
+            await self._check_free(uri, seq_id)
         weights = await self.save_state("weights", call)
-        await self._keep(uri, weights, body.ttl_seconds, body.user_metadata)
+        await self._keep(uri, seq_id, weights, body)
         return Done(_json({"type": "save_weights", "path": str(uri)}))
 
     async def _save_for_sampler(self, payload: bytes, seq_id: int, call: Call) -> Done:
         body = parse(SaveWeightsForSampler, payload)
         if body.sampling_session_seq_id is None:
             uri = CheckpointUri(self._model.model_id, "sampler", checked_name(body.path, seq_id))
-            await self._check_free(uri)
+            await self._check_free(uri, seq_id)
             weights = await self.save_state("sampler", call, weights_only=True)
-            await self._keep(uri, weights, body.ttl_seconds, body.user_metadata)
+            await self._keep(uri, seq_id, weights, body)
             return Done(_json({"type": "save_weights_for_sampler", "path": str(uri)}))
         weights = await self.save_state("sampler", call, weights_only=True)
         name = sampler_id(self._model.session_id, body.sampling_session_seq_id)
@@ -169,30 +169,31 @@ class Operations:
         await self._catalog.add_sampler(sampler)
         return Done(_json({"type": "save_weights_for_sampler", "sampling_session_id": name}))
 
-    async def _check_free(self, uri: CheckpointUri) -> None:
-        # A repetition after a crash replaces its own half: the future is still open then, so that nobody has the name.
+    async def _check_free(self, uri: CheckpointUri, seq_id: int) -> None:
         try:
-            await self._catalog.checkpoint(self._model.tenant, str(uri))
+            found = await self._catalog.checkpoint(self._model.tenant, str(uri))
         except NotFound:
             return
+        if found.seq_id == seq_id:
+            return  # this operation's own, whose end a crash left unrecorded: it is replaced
         raise InvalidRequest(f"{uri} exists; choose another name, or overwrite a training checkpoint", field="path")
 
     async def _keep(
-        self, uri: CheckpointUri, weights: Weights, ttl_seconds: int | None, metadata: Mapping[str, str] | None
+        self, uri: CheckpointUri, seq_id: int, weights: Weights, body: SaveWeights | SaveWeightsForSampler
     ) -> None:
         now = time.time()
-        kind: Kind = uri.kind
         checkpoint = Checkpoint(
             uri=str(uri),
             model_id=self._model.model_id,
-            kind=kind,
+            kind=uri.kind,
             checkpoint_id=uri.checkpoint_id,
             base_model=self._model.base_model,
             lora=dict(self._model.lora),
             weights=asdict(weights),
             created_at=now,
-            expires_at=now + ttl_seconds if ttl_seconds else None,
-            user_metadata=metadata,
+            seq_id=seq_id,
+            expires_at=now + body.ttl_seconds if body.ttl_seconds else None,
+            user_metadata=body.user_metadata,
         )
         if before := await self._catalog.add_checkpoint(checkpoint):
             await self._blobs.drop(key for key, *_ in before.stored.objects)

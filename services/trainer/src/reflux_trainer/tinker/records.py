@@ -110,6 +110,8 @@ class Checkpoint(Record):
     lora: dict[str, Any]
     weights: dict[str, Any]
     created_at: float
+    seq_id: int = -1
+    """Operation of the model that saved it."""
     expires_at: float | None = None
     user_metadata: Mapping[str, str] | None = None
 

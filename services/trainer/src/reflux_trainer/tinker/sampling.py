@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING
 from uuid import uuid4
 
 import grpc
+from redis.exceptions import RedisError
 
 from reflux.common.v1 import common_pb2
 from reflux.inference_gateway.v1 import inference_gateway_service_pb2 as gateway_pb
 from reflux.trainer.v1 import learner_service_pb2 as learner_pb
 from reflux_kit.errors import InvalidRequest, ServiceError
+from reflux_storage.errors import StorageError
 from reflux_trainer.peers import Peers
 from reflux_trainer.tinker.calls import Call, Group, group_key, sampling_params, say, wish
 from reflux_trainer.tinker.catalog import Catalog
@@ -104,6 +106,11 @@ class SamplingDesk:
         ):
             call.task.cancel()
 
+    async def cancel_all(self, sampler_id: str) -> None:
+        """Ends all calls of a sampler."""
+        for call in [each for (owner, _), each in self._calls.items() if owner == sampler_id]:
+            await self.cancel(call)
+
     async def _gather(self, key: tuple[object, ...], group: Group) -> None:
         await asyncio.sleep(_GATHER_SECONDS)
         if self._gathering.get(key) is group:
@@ -124,8 +131,13 @@ class SamplingDesk:
             await self._end(call, Outcome(text.encode(), failed="user" if user else "server"))
 
     async def _end(self, call: Call, outcome: Outcome) -> None:
-        if self._calls.pop((call.sampler.sampler_id, call.seq_id), None) is not None:
-            await self._futures.finish(call.sampler.sampler_id, call.seq_id, outcome)
+        while self._calls.pop((call.sampler.sampler_id, call.seq_id), None) is not None:
+            try:
+                await self._futures.finish(call.sampler.sampler_id, call.seq_id, outcome)
+            except (RedisError, StorageError) as error:
+                log.warning("the end of a sample is not recorded yet (%s)", type(error).__name__)
+                self._calls[call.sampler.sampler_id, call.seq_id] = call
+                await asyncio.sleep(_RETRY_SECONDS)
 
     async def _draw(self, group: Group) -> None:
         """Draws a group's samples, again as long as the fleet is away, and ends its futures."""
@@ -214,7 +226,9 @@ class SamplingDesk:
         """Publishes the weights that the sampler wants now, unless the slot holds them."""
         weights = await self._catalog.newest(sampler.model_id) if sampler.kind == "inflight" else sampler.stored
         assert weights is not None
-        if slot.version > 0 and slot.weights == weights.key and slot.target:
+        # A learner that was replaced offers nothing: a replica that starts again could not fetch what it has to serve.
+        source = self._link.incarnation or slot.source
+        if slot.version > 0 and slot.target and (slot.weights, slot.source) == (weights.key, source):
             return
         say(group, "the weights are on their way to a replica", paused=True)
         slot.target, slot.version, slot.loading = target, 0, True  # others of this target join and wait for the lock
@@ -222,7 +236,7 @@ class SamplingDesk:
         try:
             version = await self._publish(group, slot.index, weights)
         finally:
-            self._table.hold(slot, target, weights.key, version)
+            self._table.hold(slot, target, weights.key, version, self._link.incarnation)
 
     async def _publish(self, group: Group, index: int, weights: Weights) -> int:
         if not await self._fleet.replica_ready(index):

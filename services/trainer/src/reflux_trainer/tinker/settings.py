@@ -34,7 +34,7 @@ class TinkerSettings(BaseModel):
     """A base model without any request for this long gives its processes back."""
 
     session_seconds: float = Field(default=3600.0, gt=0)
-    """A session without any heartbeat for this long is over: its unnamed samplers are forgotten."""
+    """A session without any heartbeat for this long is over: its samplers are forgotten."""
 
     result_seconds: int = Field(default=3600, ge=60)
     """How long the result of a future is kept once it is there."""

@@ -15,6 +15,8 @@ class Slot:
     """Key of the weights that it really holds; an inflight target changes them."""
     version: int = -1
     """Version under which they were published; -1 before the first publish."""
+    source: str = ""
+    """Learner process that published them."""
     users: int = 0
     loading: bool = False
     used_at: float = 0.0
@@ -60,11 +62,11 @@ class SlotTable:
         slot.users -= 1
         slot.used_at = now
 
-    def hold(self, slot: Slot, target: str, weights: str, version: int) -> None:
+    def hold(self, slot: Slot, target: str, weights: str, version: int, source: str = "") -> None:
         """A publish has ended; `version` 0 when it failed: what the slot holds is not known then."""
         slot.loading = False
         if version:
-            slot.target, slot.weights, slot.version = target, weights, version
+            slot.target, slot.weights, slot.version, slot.source = target, weights, version, source
         else:
             self.forget(slot)
 

@@ -51,7 +51,7 @@ class ModelWorker:
         self._prepared = ""
         """Incarnation of the learner that holds the adapter at the model's progress; "" when that is not known."""
         self._task: asyncio.Task[None] | None = None
-        self._idle = True
+        self._executing = asyncio.Lock()
         self.used_at = time.monotonic()
         self.reason = ""
         self.paused = False
@@ -64,7 +64,7 @@ class ModelWorker:
     @property
     def idle(self) -> bool:
         """Whether nothing is being executed."""
-        return self._idle
+        return not self._executing.locked()
 
     def wake(self) -> None:
         """There may be something to do."""
@@ -83,12 +83,16 @@ class ModelWorker:
         while True:
             self._arrived.clear()
             try:
-                progress = await self._futures.progress(self.model.model_id)
-                found = await self._futures.payload(self.model.model_id, progress.next_seq)
-                if found is not None:
-                    self._idle = False
-                    await self._step(progress, *found)
-                    continue
+                async with self._executing:
+                    progress = await self._futures.progress(self.model.model_id)
+                    found = await self._futures.payload(self.model.model_id, progress.next_seq)
+                    if found is not None:
+                        await self._step(progress, *found)
+                        continue
+                    if await self._futures.is_done(self.model.model_id, progress.next_seq):  # given up behind a gap
+                        skipped = replace(progress, next_seq=progress.next_seq + 1)
+                        await self._futures.set_progress(self.model.model_id, skipped)
+                        continue
             except (RedisError, StorageError) as error:
                 self._say(f"the state store does not answer ({type(error).__name__})")
                 await asyncio.sleep(_RETRY_SECONDS)
@@ -98,7 +102,6 @@ class ModelWorker:
                 self._say("internal error; it is tried again, the trainer's log says more")
                 await asyncio.sleep(10 * _RETRY_SECONDS)
                 continue
-            self._idle = True
             open_seqs = await self._futures.open_seqs(self.model.model_id)
             self._say(
                 f"waits for operation {progress.next_seq}, which has not arrived" if open_seqs else "", paused=False
@@ -144,7 +147,7 @@ class ModelWorker:
 
     async def _prepare(self, progress: Progress, *, fresh: bool) -> None:
         """Makes sure that the learner holds the adapter as it was behind the last recorded operation."""
-        if not self._link.up:
+        if not self._link.incarnation:
             self._say(f"the base model {self.model.base_model} is being loaded")
         incarnation = await self._link.ready()
         if self._prepared == incarnation:
@@ -163,6 +166,17 @@ class ModelWorker:
             await self._operations.recover(progress, logged, self._call)
         self._prepared = incarnation
 
+    async def give_up_gaps(self) -> None:
+        """Fails the operations behind one that never arrived: its client has gone."""
+        progress = await self._futures.progress(self.model.model_id)
+        expected = progress.next_seq
+        for seq_id in await self._futures.open_seqs(self.model.model_id):
+            if seq_id == expected:
+                expected += 1
+            else:
+                text = f"the session ended and operation {expected} never arrived"
+                await self._futures.finish(self.model.model_id, seq_id, Outcome(text.encode(), failed="user"))
+
     async def _call(self, send: Callable[["LearnerServiceAsyncStub"], Awaitable[Answer]]) -> Answer:
         return await self._link.call(send)
 
@@ -180,14 +194,19 @@ class ModelWorker:
         await self._blobs.drop(key for key, *_ in before.recovery_weights.objects)
 
     async def unload(self) -> None:
-        """Frees the adapter at the learner; the next operation fetches it back."""
-        self._prepared = ""
-        run, adapter = self._link.base.run, self.model.adapter
-        drop = pb.DropAdapterRequest(model_id=run, adapter=adapter)
-        try:
-            await self._link.call(lambda stub: stub.DropAdapter(drop, timeout=_CALL_SECONDS))
-        except (LearnerGone, Refused) as error:
-            log.info("%s could not be put away: %s", self.model.model_id, error)
+        """Frees the adapter at the learner, its state saved, unless it is used; the next operation fetches it back."""
+        if not self.idle or not self.loaded:  # no waiting: another model's operation may be what asks for the room
+            return
+        async with self._executing:
+            progress = await self._futures.progress(self.model.model_id)
+            if progress.op_id > progress.saved_op_id:
+                await self._save(progress)
+            self._prepared = ""
+            drop = pb.DropAdapterRequest(model_id=self._link.base.run, adapter=self.model.adapter)
+            try:
+                await self._link.call(lambda stub: stub.DropAdapter(drop, timeout=_CALL_SECONDS))
+            except (LearnerGone, Refused) as error:
+                log.info("%s could not be put away: %s", self.model.model_id, error)
 
     def _say(self, reason: str, *, paused: bool = True) -> None:
         self.reason, self.paused = reason, paused
