@@ -1,0 +1,1 @@
+"""Late rewards: groups that were trained on provisional rewards, and the correction samples that make up for them."""
