@@ -14,6 +14,7 @@ from reflux.checkpoint.v1.checkpoint_service_pb2_grpc import (
 )
 from reflux.inference_gateway.v1 import inference_gateway_service_pb2 as gateway_pb
 from reflux.inference_gateway.v1.replica_pb2 import Replica
+from reflux.sandbox.v1 import sandbox_service_pb2 as sandbox_pb
 from reflux.scheduler.v1 import agent_service_pb2 as agent_pb
 from reflux.scheduler.v1 import scheduler_service_pb2 as scheduler_pb
 from reflux.trainer.v1 import trainer_service_pb2 as trainer_pb
@@ -30,6 +31,13 @@ GATEWAY = "/reflux.inference_gateway.v1.InferenceGatewayService/"
 TRAINER = "/reflux.trainer.v1.TrainerService/"
 BROKER = "/reflux.weight_broker.v1.WeightBrokerService/"
 CHECKPOINT = "/reflux.checkpoint.v1.CheckpointService/"
+SANDBOX = "/reflux.sandbox.v1.SandboxService/"
+
+
+def batch(*runs):
+    requests = [sandbox_pb.CreateVerificationRequest(run=run) for run in runs]
+    return sandbox_pb.BatchCreateVerificationsRequest(requests=requests)
+
 
 ALLOWED = [
     (TRAINER + "RegisterLearner", trainer_pb.RegisterLearnerRequest(run="mine")),
@@ -42,6 +50,8 @@ ALLOWED = [
     (BROKER + "RegisterReplica", broker_pb.RegisterReplicaRequest(replica="r", model_id="mine")),
     (BROKER + "BeginVersion", broker_pb.BeginVersionRequest(model_id="mine/adapters/a")),
     (CHECKPOINT + "GetCheckpoint", checkpoint_pb.GetCheckpointRequest(name="checkpoints/mine/7")),
+    (SANDBOX + "BatchCreateVerifications", batch("mine", "mine")),
+    (SANDBOX + "ListDeadLetters", sandbox_pb.ListDeadLettersRequest(run="mine")),
 ]
 REFUSED = [
     ("/reflux.scheduler.v1.SchedulerService/GetTopology", scheduler_pb.GetTopologyRequest()),
@@ -60,6 +70,10 @@ REFUSED = [
     (TRAINER + "RegisterLearner", trainer_pb.RegisterLearnerRequest(run="mine/adapters/a")),
     (CHECKPOINT + "AbortCheckpoint", checkpoint_pb.AbortCheckpointRequest(name="checkpoints/other/7")),
     (CHECKPOINT + "ListCheckpoints", checkpoint_pb.ListCheckpointsRequest(run="mine2")),
+    (SANDBOX + "BatchCreateVerifications", batch("mine", "other")),
+    (SANDBOX + "CancelVerifications", sandbox_pb.CancelVerificationsRequest(run="other")),
+    (SANDBOX + "ListDeadLetters", sandbox_pb.ListDeadLettersRequest()),
+    (SANDBOX + "ClaimVerifications", sandbox_pb.ClaimVerificationsRequest(verifier="external/x")),
 ]
 
 

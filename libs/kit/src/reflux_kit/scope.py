@@ -21,12 +21,12 @@ _METHODS: dict[str, tuple[str, ...]] = {
 """Services that take nothing but these methods from a run's token."""
 
 _RUN_FIELDS = ("run", "model_id")
-_NESTED = ("replica", "traffic")
+_NESTED = ("replica", "traffic", "requests")
 _NAME_PREFIXES = ("checkpoints/", "runs/")
 """Resource names whose second segment is a run."""
 
-_FOR_ALL_WHEN_EMPTY = ("PauseFleet", "ResumeFleet", "Abort")
-"""Methods that change every run when no field names one: runs may call their groups alike."""
+_FOR_ALL_WHEN_EMPTY = ("PauseFleet", "ResumeFleet", "Abort", "ClaimVerifications", "ListDeadLetters")
+"""Methods that change, or lay open, every run when no field names one: runs may call their groups alike."""
 
 
 def check(method: str, request: Message, run: str) -> None:
@@ -60,8 +60,9 @@ def _runs(request: Message, prefix: str = "") -> list[tuple[str, str]]:
         path = prefix + field.name
         if field.name in _RUN_FIELDS:
             found.append((path, value))
-        elif field.name in _NESTED and isinstance(value, Message):
-            found += _runs(value, path + ".")
+        elif field.name in _NESTED and field.message_type is not None:
+            for each in [value] if isinstance(value, Message) else value:
+                found += _runs(each, path + ".")
         elif field.name == "name" and value.startswith(_NAME_PREFIXES):
             found.append((path, value.split("/")[1]))
     return found
