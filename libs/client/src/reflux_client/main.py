@@ -11,6 +11,7 @@ from reflux_client.commands.fleet import checkpoints, topology
 from reflux_client.commands.fork import fork
 from reflux_client.commands.inspect import logs, report, trace
 from reflux_client.commands.jobs import jobs
+from reflux_client.commands.ladder import ladder
 from reflux_client.commands.runs import cancel, pause, resume, run, runs, watch
 from reflux_client.commands.stack import down, status, token, up
 from reflux_client.commands.tasks import tasks
@@ -34,7 +35,7 @@ def cli() -> None:
 
 for command in (up, down, status, token, run, runs, watch, pause, resume, cancel, fork, logs, trace, report, topology):
     cli.add_command(command)
-for command in (jobs, queues, verifications, weights, checkpoints, tasks, demo, demo_seeds):
+for command in (jobs, queues, verifications, ladder, weights, checkpoints, tasks, demo, demo_seeds):
     cli.add_command(command)
 
 
