@@ -11,6 +11,7 @@ import pytest
 
 from reflux_sandbox.execution import SessionLost
 from reflux_sandbox.isolation.base import VerifierInfo
+from reflux_sandbox.remote import worker
 from reflux_sandbox.remote.choose import open_places
 from reflux_sandbox.remote.folder import FolderBackend
 from reflux_sandbox.remote.mailbox import Mailbox, work_key
@@ -44,12 +45,19 @@ class FakeNode:
         }
 
 
-@pytest.fixture
-async def place(tmp_path):
-    backend = FolderBackend(FolderSettings(folder=str(tmp_path), lost_seconds=0.3), {"isolation": "process"})
+@contextlib.asynccontextmanager
+async def backend_of(folder, **changes):
+    backend = FolderBackend(FolderSettings(folder=str(folder), **changes), {"isolation": "process"})
     await backend.start()
     yield backend
     await backend.close()
+
+
+@pytest.fixture
+async def place(tmp_path, monkeypatch):
+    monkeypatch.setattr(worker, "_BEAT_SECONDS", 0.05)
+    async with backend_of(tmp_path, lost_seconds=HANG_SECONDS) as backend:
+        yield backend
 
 
 @contextlib.asynccontextmanager
@@ -85,11 +93,9 @@ async def test_a_service_that_was_restarted_takes_its_job_up_again(place, tmp_pa
         with contextlib.suppress(asyncio.CancelledError):
             await before
         node.gate.set()
-        successor = FolderBackend(FolderSettings(folder=str(tmp_path)), {})
-        await successor.start()
-        assert (await grade(successor, "a"))["grades"][0]["reward"] == 1
-        assert (await grade(successor, "a"))["grades"][0]["reward"] == 1
-        await successor.close()
+        async with backend_of(tmp_path) as successor:
+            assert (await grade(successor, "a"))["grades"][0]["reward"] == 1
+            assert (await grade(successor, "a"))["grades"][0]["reward"] == 1
     assert node.seen == [["a"]]
 
 
@@ -103,9 +109,9 @@ async def test_an_error_is_answered_once_and_the_work_can_be_tried_again(place):
     assert len(node.seen) == 2
 
 
-async def test_a_dead_worker_is_noticed_and_another_one_does_its_work(place):
+async def test_a_dead_worker_is_noticed_and_another_one_does_its_work(place, tmp_path):
     key = work_key(INFO.name, "1", "{}", ["a"])
-    async with place.session(INFO) as session:
+    async with backend_of(tmp_path, lost_seconds=0.3) as impatient, impatient.session(INFO) as session:
         grading = asyncio.create_task(session.grade(INFO.name, "{}", ["a"]))
         while place.mailbox.take(key) is None:  # a worker that takes the job and dies
             await asyncio.sleep(0.01)

@@ -4,7 +4,6 @@ A worker there runs `reflux-sandbox-worker --folder FOLDER`. Nothing but the fol
 """
 
 import asyncio
-import contextlib
 import logging
 from pathlib import Path
 from types import TracebackType
@@ -50,8 +49,7 @@ class FolderBackend(Backend):
     async def close(self) -> None:
         if self._sweeper is not None:
             self._sweeper.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._sweeper
+            await asyncio.wait([self._sweeper])
 
     def session(self, info: VerifierInfo) -> GradingSession:
         return MailboxSession(self, info)

@@ -59,8 +59,7 @@ class SlurmBackend(FolderBackend):
     async def close(self) -> None:
         if self._submitter is not None:
             self._submitter.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._submitter
+            await asyncio.wait([self._submitter])
         await super().close()
 
     async def submit(self, key: str) -> None:

@@ -63,8 +63,7 @@ async def _one(mailbox: Mailbox, node: Grades, key: str, request: dict[str, Any]
         raise
     finally:
         grading.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await grading
+        await asyncio.wait([grading])  # not its result: a cancellation of our own must not get lost here
 
 
 def _array_key(path: Path) -> str:
