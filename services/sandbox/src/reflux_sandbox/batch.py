@@ -73,6 +73,9 @@ class Batch:
 
     async def _grade(self, session: GradingSession, leased: Leased) -> None:
         job = leased.job
+        if leased.lost.is_set():  # cancelled while it waited for its neighbours
+            self._leases.forget(leased)
+            return
         loop = asyncio.get_running_loop()
         leased.started = loop.time()
         attributes = {"verifier": job.verifier, "job": job.job_id, "attempt": job.attempt, "run": job.run}

@@ -75,6 +75,15 @@ def to_creation(spec: JobSpec, priority_seconds: float) -> dict[str, Any]:
     }
 
 
+def to_new_job(creation: Mapping[str, Any], now: float) -> Job:
+    """The job that `operations.create` has just queued, as a caller would read it; without another look at Redis."""
+    fields = creation["fields"]
+    row = dict(zip(fields[::2], fields[1::2], strict=True))
+    row |= {"state": "queued", "attempts": "0", "keys": creation["keys"], "created": str(now * 1000)}
+    row["deadline"] = str(now * 1000 + creation["deadline_ms"])
+    return to_job(creation["id"], {name.encode(): value.encode() for name, value in row.items()}, now)
+
+
 def _compact(value: object) -> str:
     return json.dumps(value, separators=(",", ":"), ensure_ascii=False)
 

@@ -1,5 +1,6 @@
 """Verification jobs in Redis: every change is one script (`lua/`), so a crash leaves no half-made one."""
 
+import time
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from reflux_kit.errors import CapacityExhausted, NotFound
 from reflux_sandbox.coalesce import Coalescer
 from reflux_sandbox.jobs import Claimed, Job, JobEnd, JobSpec, Selector
 from reflux_sandbox.reader import JobReader
-from reflux_sandbox.records import to_claimed, to_creation, to_ending
+from reflux_sandbox.records import to_claimed, to_creation, to_ending, to_new_job
 from reflux_sandbox.script import StoreScript
 
 PREFIX = "{sandbox}:"
@@ -103,8 +104,11 @@ class VerificationStore(JobReader):
         if hows[0] == b"full":
             queue, what = hows[1].decode(), hows[2].decode()
             raise CapacityExhausted(f"{what} wait in the queue {queue} already; try again later", fidelity=queue)
-        jobs = await self.get_many([row["id"] for row in rows])
-        return [(how.decode(), job) for how, job in zip(hows, jobs, strict=True) if job is not None]
+        now = time.time()
+        others = [row["id"] for row, how in zip(rows, hows, strict=True) if how != b"queued"]
+        read = dict(zip(others, await self.get_many(others), strict=True))
+        jobs = [read.get(row["id"]) or to_new_job(row, now) for row in rows]
+        return [(how.decode(), job) for how, job in zip(hows, jobs, strict=True)]
 
     async def claim(self, queue: str, verifier: str, most: int) -> Claim:
         """Takes up to `most` jobs of one verifier (any when "") from the head of a queue, with a lease."""

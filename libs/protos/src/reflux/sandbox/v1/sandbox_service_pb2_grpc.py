@@ -124,7 +124,8 @@ class SandboxServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def BatchCreateVerifications(self, request, context):
-        """Stores many jobs in one step: all of them, or none when one is refused.
+        """Stores many jobs. None when one of them is refused for what it is; when the queue is full, a part may be stored,
+        which the same request ids find again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -36,7 +36,9 @@ class SandboxServiceStub:
     CreateVerification: _grpc.UnaryUnaryMultiCallable[_sandbox_service_pb2.CreateVerificationRequest, _sandbox_service_pb2.CreateVerificationResponse]
     """Stores a verification job and returns at once. Idempotent by `request_id`; equal answers are graded once."""
     BatchCreateVerifications: _grpc.UnaryUnaryMultiCallable[_sandbox_service_pb2.BatchCreateVerificationsRequest, _sandbox_service_pb2.BatchCreateVerificationsResponse]
-    """Stores many jobs in one step: all of them, or none when one is refused."""
+    """Stores many jobs. None when one of them is refused for what it is; when the queue is full, a part may be stored,
+    which the same request ids find again.
+    """
     GetVerification: _grpc.UnaryUnaryMultiCallable[_sandbox_service_pb2.GetVerificationRequest, _sandbox_service_pb2.GetVerificationResponse]
     """Returns one job."""
     ListVerifications: _grpc.UnaryUnaryMultiCallable[_sandbox_service_pb2.ListVerificationsRequest, _sandbox_service_pb2.ListVerificationsResponse]
@@ -72,7 +74,9 @@ class SandboxServiceAsyncStub(SandboxServiceStub):
     CreateVerification: _aio.UnaryUnaryMultiCallable[_sandbox_service_pb2.CreateVerificationRequest, _sandbox_service_pb2.CreateVerificationResponse]  # type: ignore[assignment]
     """Stores a verification job and returns at once. Idempotent by `request_id`; equal answers are graded once."""
     BatchCreateVerifications: _aio.UnaryUnaryMultiCallable[_sandbox_service_pb2.BatchCreateVerificationsRequest, _sandbox_service_pb2.BatchCreateVerificationsResponse]  # type: ignore[assignment]
-    """Stores many jobs in one step: all of them, or none when one is refused."""
+    """Stores many jobs. None when one of them is refused for what it is; when the queue is full, a part may be stored,
+    which the same request ids find again.
+    """
     GetVerification: _aio.UnaryUnaryMultiCallable[_sandbox_service_pb2.GetVerificationRequest, _sandbox_service_pb2.GetVerificationResponse]  # type: ignore[assignment]
     """Returns one job."""
     ListVerifications: _aio.UnaryUnaryMultiCallable[_sandbox_service_pb2.ListVerificationsRequest, _sandbox_service_pb2.ListVerificationsResponse]  # type: ignore[assignment]
@@ -117,7 +121,9 @@ class SandboxServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _sandbox_service_pb2.BatchCreateVerificationsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_sandbox_service_pb2.BatchCreateVerificationsResponse, _abc.Awaitable[_sandbox_service_pb2.BatchCreateVerificationsResponse]]:
-        """Stores many jobs in one step: all of them, or none when one is refused."""
+        """Stores many jobs. None when one of them is refused for what it is; when the queue is full, a part may be stored,
+        which the same request ids find again.
+        """
 
     @_abc_1.abstractmethod
     def GetVerification(
