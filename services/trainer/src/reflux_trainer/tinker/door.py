@@ -45,7 +45,7 @@ class Pending:
 
 
 class Door:
-    """Owns nothing but the order of steps; what it needs is given."""
+    """Owns the order of steps only; what it needs is given."""
 
     def __init__(
         self, settings: TinkerSettings, catalog: Catalog, futures: FutureTable, blobs: Blobs, desks: Desks
@@ -236,8 +236,7 @@ class Door:
         """Logs a sampling request; returns the id of the future and how many samples it draws."""
         body = bodies.parse(bodies.Sample, raw)
         sampler = await self.catalog.sampler(tenant, body.sampling_session_id)
-        base = self.desks.of(sampler.base_model).base
-        check_sample(body, base.vocab_size)
+        check_sample(body, self.desks.of(sampler.base_model).base.vocab_size)
         seed = random.getrandbits(63) if body.sampling_params.seed is None else body.sampling_params.seed
         payload = close_call(raw, seed)
         if await self._futures.submit(tenant, sampler.sampler_id, body.seq_id, "A", payload, _canonical(raw)):
@@ -274,8 +273,7 @@ class Door:
         owner, seq_id = names.split_request_id(request_id)
         if ":sample:" not in owner:
             return
-        sampler = await self.catalog.sampler(tenant, owner)
-        desk = self.desks.of(sampler.base_model).sampling
+        desk = self.desks.of((await self.catalog.sampler(tenant, owner)).base_model).sampling
         if (call := desk.find(owner, seq_id)) is not None:
             await desk.cancel(call)
 
