@@ -3,7 +3,7 @@
 from typing import Literal
 
 from reflux_sandbox.isolation.handle import Ending
-from reflux_sandbox.isolation.worker import DISK_SIGNAL, MEMORY_SIGNAL, PIDS_SIGNAL
+from reflux_sandbox.isolation.limits_hit import DISK_SIGNAL, MEMORY_SIGNAL, PIDS_SIGNAL
 
 Status = Literal[
     "ok", "nonzero", "signal", "timeout", "cpu", "memory", "pids", "disk", "output", "policy", "infra_error"

@@ -18,6 +18,7 @@ from reflux_sandbox.ladder.mount import open_ladders
 from reflux_sandbox.remote.choose import open_places
 from reflux_sandbox.remote.node import node_values
 from reflux_sandbox.servicer import MOST_WATCHERS, SERVICE_NAME, SandboxServicer
+from reflux_sandbox.sessions.mount import open_sessions
 from reflux_sandbox.settings import SandboxSettings
 from reflux_sandbox.store import VerificationStore
 
@@ -50,7 +51,8 @@ async def build(settings: SandboxSettings) -> AsyncIterator[Service]:
         runner = CodeRunner(isolation, settings.code_concurrency)
         servicer = SandboxServicer(settings, store, dispatcher, runner, isolation, reasons)
         ladders = await stack.enter_async_context(open_ladders(settings, client, store, dispatcher, isolation))
-        yield Service((Mount(servicer, add_SandboxServiceServicer_to_server, SERVICE_NAME), ladders))
+        sessions = await stack.enter_async_context(open_sessions(settings, isolation))
+        yield Service((Mount(servicer, add_SandboxServiceServicer_to_server, SERVICE_NAME), ladders, sessions))
 
 
 def main() -> None:

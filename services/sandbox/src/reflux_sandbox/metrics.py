@@ -22,6 +22,8 @@ CHILDREN = Gauge("reflux_sandbox_children", "Children by state", ["state"])
 TIER = Gauge("reflux_sandbox_isolation_tier", "1 for the tier in use", ["tier"])
 DISPATCH = Histogram("reflux_sandbox_dispatch_seconds", "Claim of a job to its verdict", ["fidelity"], buckets=_FAST)
 CODE = Counter("reflux_sandbox_code_runs_total", "RunCode calls by status", ["status"])
+OPEN_SESSIONS = Gauge("reflux_sandbox_open_sessions", "Stateful sessions that live")
+ENDED_SESSIONS = Counter("reflux_sandbox_ended_sessions_total", "Stateful sessions that ended", ["cause"])
 SESSIONS = Counter("reflux_sandbox_sessions_total", "Children used for verification", ["fidelity"])
 BATCHED = Counter(
     "reflux_sandbox_batched_jobs_total", "Jobs graded in a child that had graded another one", ["fidelity"]

@@ -8,7 +8,11 @@ from reflux_kit.settings import ServiceSettings, prefix
 from reflux_sandbox.dispatcher import DispatchLimits
 from reflux_sandbox.isolation.base import ChildLimits
 from reflux_sandbox.remote.settings import RemoteSettings
+from reflux_sandbox.sessions.caps import SessionCaps
 from reflux_sandbox.store import StoreLimits
+
+_CANONICAL_CHILDREN = 4
+"""Children that find canonical forms of answers, at one time (`keys`)."""
 
 
 class SandboxSettings(ServiceSettings):
@@ -72,6 +76,11 @@ class SandboxSettings(ServiceSettings):
     most_run_seconds: float = Field(default=600.0, gt=0)
     """Longest RunCode."""
 
+    most_sessions: int = Field(default=8, ge=0, le=64)
+    """Stateful sessions at one time; each keeps a child."""
+
+    most_sessions_per_run: int = Field(default=4, ge=0, le=64)
+
     graders: str = "reflux_sandbox.isolation.graders"
     """Module with the class LoadedVerifiers that the warm parent loads; empty for none."""
 
@@ -83,19 +92,23 @@ class SandboxSettings(ServiceSettings):
 
     def isolation_options(self, cache_folder: str) -> dict[str, Any]:
         """Arguments of an isolation mechanism."""
-        at_work = (self.rule_concurrency, self.surrogate_concurrency, self.full_concurrency, self.code_concurrency)
+        graders = self.rule_concurrency + self.surrogate_concurrency + self.full_concurrency + _CANONICAL_CHILDREN
         limits = ChildLimits(
             memory_bytes=self.child_memory_bytes, processes=self.child_processes, disk_bytes=self.child_disk_bytes
         )
         return {
             "limits": limits,
             "idle_target": self.idle_children,
-            "most_children": sum(at_work) + self.idle_children,
+            "most_children": graders + self.code_concurrency + self.most_sessions + self.idle_children,
             "output_bytes": self.output_bytes,
             "graders": self.graders,
             "cache_folder": cache_folder,
             "import_folders": self.import_folders,
         }
+
+    def session_caps(self) -> SessionCaps:
+        """Sessions at one time."""
+        return SessionCaps(most=self.most_sessions, most_per_run=self.most_sessions_per_run)
 
     def store_limits(self) -> StoreLimits:
         """Bounds of the job store."""

@@ -3,7 +3,6 @@
 import atexit
 import builtins
 import contextlib
-import errno
 import linecache
 import os
 import resource
@@ -16,12 +15,15 @@ from collections.abc import Callable
 from typing import Any, Never
 
 from reflux_sandbox.isolation import frames, kernel
+from reflux_sandbox.isolation.limits_hit import (
+    DISK_SIGNAL,
+    MEMORY_SIGNAL,
+    PIDS_SIGNAL,
+    disk_is_full,
+    hit_process_limit,
+)
+from reflux_sandbox.isolation.session_worker import serve_session
 
-MEMORY_SIGNAL = signal.SIGRTMAX
-"""A worker that ran out of memory ends itself with this signal; code that fakes it only mislabels its own failure."""
-PIDS_SIGNAL = signal.SIGRTMAX - 1
-DISK_SIGNAL = signal.SIGRTMAX - 2
-_DISK_ERRORS = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 Grader = Callable[[str, str, list[str]], dict[str, Any]]
@@ -42,6 +44,8 @@ def run_worker(channel: socket.socket, grade: Grader, without_exec: bytes) -> Ne
     if request["profile"] == "code":
         channel.close()
         _end_with(run_code(request["code"]))
+    if request["profile"] == "session":
+        serve_session(channel)
     _grade_all(channel, request["nonce"], grade)
     os._exit(0)
 
@@ -97,18 +101,10 @@ def run_code(text: str) -> int:
         return -MEMORY_SIGNAL
     except BaseException as error:  # process boundary
         _print_traceback(error)
-        if _hit_process_limit(error):
+        if hit_process_limit(error):
             return -PIDS_SIGNAL
-        return -DISK_SIGNAL if isinstance(error, OSError) and error.errno in _DISK_ERRORS else 1
+        return -DISK_SIGNAL if disk_is_full(error) else 1
     return 0
-
-
-def _hit_process_limit(error: BaseException) -> bool:
-    """EAGAIN of a fork or thread; for a file that does not block it means something else: the failing line decides."""
-    if isinstance(error, BlockingIOError):
-        frames_of_error = traceback.extract_tb(error.__traceback__)
-        return bool(frames_of_error) and "fork" in (frames_of_error[-1].line or "")
-    return isinstance(error, RuntimeError) and "can't start new thread" in str(error)
 
 
 def _print_traceback(error: BaseException) -> None:

@@ -1,0 +1,1 @@
+"""Stateful sessions: one child each that keeps its names and files over several calls."""
