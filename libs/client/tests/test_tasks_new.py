@@ -11,6 +11,7 @@ from click.testing import CliRunner
 from reflux_client.commands.tasks_new import list_tasks, new_task, write_scaffold
 from reflux_client.connection import ClientError
 from reflux_runs.load import load_document
+from reflux_runs.preflight import Catalog, preflight
 
 
 def installed(project, site):
@@ -53,7 +54,8 @@ def test_the_scaffold_is_clean_code_and_its_run_file_is_valid(tmp_path):
     assert checked.returncode == 0, checked.stdout
     config = load_document(tomllib.loads((tmp_path / "t" / "run.toml").read_text()))
     assert config.task.name == "abc-2d"
-    assert config.rl.verifier == "rule"
+    known = Catalog(tasks=["abc-2d"], verifiers={"abc-2d": ["rule"]}, prompt_tokens={"abc-2d": 4})
+    assert preflight(config, known).samples_per_step == 64
 
 
 @pytest.mark.parametrize(
