@@ -73,19 +73,24 @@ async def kill(what, sandbox, valkey, dice):
             os.kill(dice.choice(victims), signal.SIGKILL)
 
 
+def connect(valkey):
+    """A busy machine may take long over an answer."""
+    return redis.asyncio.from_url(valkey.url, socket_timeout=HANG_SECONDS)
+
+
 async def endings(valkey, count):
     """Ids of ended jobs as often as they ended, once `count` different ones have."""
-    async with redis.asyncio.from_url(valkey.url) as client, asyncio.timeout(HANG_SECONDS):
-        while True:
-            entries = await client.xrange("{sandbox}:ended:run")
-            ids = Counter(fields[b"id"].decode() for _, fields in entries)
-            if len(ids) == count:
-                return ids
-            await asyncio.sleep(0.02)
+    key, ids = "{sandbox}:ended:run", Counter()
+    async with connect(valkey) as client, asyncio.timeout(HANG_SECONDS):
+        while len(ids) < count:
+            await asyncio.sleep(0.05)
+            if await client.xlen(key) >= count:
+                ids = Counter(fields[b"id"].decode() for _, fields in await client.xrange(key))
+    return ids
 
 
 async def left_over(valkey):
-    async with redis.asyncio.from_url(valkey.url) as client:
+    async with connect(valkey) as client:
         keys = [key.decode().removeprefix("{sandbox}:") async for key in client.scan_iter("{sandbox}:*")]
         dead = await client.zcard("{sandbox}:dead")
     kept = ("job", "cache", "ended", "report", "runs", "reuse", "bytes", "dead") + (("payload",) if dead else ())
