@@ -10,7 +10,7 @@ from reflux_sandbox.isolation.prefork import PreforkIsolation
 from reflux_tasks.csp.task import CspProblem
 from reflux_tasks.registry import create_task
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow, pytest.mark.timeout(900)]
 
 RECIPE = "1 PbO 1 TiO2 to 1 at 1000 <eos>"
 

@@ -7,6 +7,7 @@ were fitted to the MPtrj set (GGA and GGA+U with the MP2020 corrections).
 
 import contextlib
 import functools
+import importlib.util
 import io
 import math
 import warnings
@@ -45,6 +46,12 @@ class Relaxed:
     converged: bool
     """Whether the forces fell below `RELAXED_FORCE` within the steps."""
     steps: int
+
+
+def require_model() -> None:
+    """Raises VerifierUnavailable where the model is not installed; imports nothing."""
+    if importlib.util.find_spec("chgnet") is None:
+        raise VerifierUnavailable(f"chgnet is not installed; {WAY_OUT}")
 
 
 @functools.lru_cache(maxsize=1)

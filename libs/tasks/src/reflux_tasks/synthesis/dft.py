@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from reflux_tasks.chemistry import espresso
-from reflux_tasks.chemistry.mlip import load_model, relax
+from reflux_tasks.chemistry.mlip import relax, require_model
 from reflux_tasks.synthesis.answers import Recipe
 from reflux_tasks.synthesis.payload import Truth
 from reflux_tasks.synthesis.phases import starting_structures
@@ -34,7 +34,7 @@ class DftVerifier(FullVerifier):
 
     def prepare(self) -> None:
         super().prepare()
-        load_model()
+        require_model()  # and no more: seconds of import are nothing beside a calculation, but much in every template
         espresso.program()
         _ = self._starting
 

@@ -1,8 +1,8 @@
 """Whether a temperature is plausible: a rule of thumb from melting points. Standard library only.
 
 G. Tammann's rule: solids react at a useful rate from about half of their melting point in kelvin. H. Huo et al., Chem.
-Mater. 34, 7323 (2022), found in text-mined oxide syntheses that heating temperatures follow the precursors' mean
-melting point. The window below is ours and was not fitted to measured syntheses.
+Mater. 34, 7323 (2022), found in text-mined oxide syntheses that heating temperatures go with the precursors' melting
+points. The window below is ours and was not fitted to measured syntheses.
 """
 
 from collections.abc import Iterable

@@ -3,7 +3,7 @@
 Solids: CHGNet energies at 0 K, differences of their entropies neglected. A gas is put in through reactions that are
 known well: its energy is the mean over decompositions of what the table gives for the solids plus the measured
 enthalpy, and its release carries a measured entropy (CRC Handbook of Chemistry and Physics, Standard Thermodynamic
-Properties, 298 K). Competition follows M. J. McDermott et al., ACS Cent. Sci. 9, 1957 (2023): reactions of the same
+Properties, 298 K). Competition follows M. J. McDermott et al., arXiv 2308.11816 (2023): reactions of the same
 precursors are compared per atom of reactants.
 """
 

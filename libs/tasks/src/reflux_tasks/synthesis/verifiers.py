@@ -13,7 +13,7 @@ from reflux_tasks.verify import Answer, Fidelity, Grade, Verifier
 from reflux_tasks.xrd.answers import InvalidAnswer
 
 ERROR_EV_PER_ATOM = 0.03
-"""What CHGNet's energies are worth (mean absolute error of the paper: 0.03 eV per atom)."""
+"""What CHGNet's energies are worth: about its mean absolute error on its test set."""
 MARGIN_EV_PER_ATOM = 0.05
 
 
