@@ -1,4 +1,4 @@
-"""`make bench-scheduler`, `bench-weights`, `bench-gateway`, `bench-rl`: one question per module, in a process of its own.
+"""`make bench-scheduler`, `bench-weights`, `bench-gateway`, ...: one question per module, each in a process of its own.
 
     python benchmarks/harness.py BENCH [QUESTION ...]
 

@@ -2,14 +2,25 @@
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from reflux_model.config import ModelConfig
-from reflux_model.layers import additive_mask, attend, embed, rotary_tables, run_layers
+from reflux_model.layers import Attention, additive_mask, attend, embed, rotary_tables, run_layers
 from reflux_model.packing import PackedRows, pack_rows
 from reflux_model.parameters import Parameters
 from reflux_model.projections import PLAIN, Projections
 from reflux_model.scoring import TokenScores, chunked_scores
+
+
+def tree_attention(packed: PackedRows, dtype: torch.dtype) -> Attention:
+    """Attention within the trees of packed rows."""
+    mask = additive_mask(packed.allowed_RSS[:, None], dtype)
+
+    def tree(layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        return attend(queries, keys.transpose(1, 2), values.transpose(1, 2), mask)
+
+    return tree
 
 
 def packed_scores(
@@ -23,11 +34,7 @@ def packed_scores(
 ) -> TokenScores:
     """Scores every predicted token of `packed` under softmax(logits / temperature); `recompute` as in `run_layers`."""
     dtype = params["model.embed_tokens.weight"].dtype
-    mask = additive_mask(packed.allowed_RSS[:, None], dtype)
-
-    def tree(layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        return attend(queries, keys.transpose(1, 2), values.transpose(1, 2), mask)
-
+    tree = tree_attention(packed, dtype)
     rope = rotary_tables(config, packed.positions_RS, dtype)
     hidden_RSE = run_layers(
         params, config, embed(params, packed.tokens_RS), rope, tree, projections, recompute=recompute

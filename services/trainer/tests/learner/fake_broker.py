@@ -24,7 +24,8 @@ from reflux_transfer.client.layouts import from_message
 from reflux_transfer.client.offer import Offer, Route, layout_of_rank
 from reflux_transfer.client.swap import SwapReceiver
 from reflux_transfer.registry import open_backend
-from reflux_weightplan.spec import SpecLayout
+from reflux_weightplan.mesh import Mesh
+from reflux_weightplan.spec import SpecLayout, TensorSpec
 from reflux_weightplan.wire import layout_hash
 
 
@@ -101,9 +102,11 @@ class FakeBroker(WeightBrokerServiceServicer):
         return pb.ReportPathsResponse()
 
     async def _pulled(self, request: pb.BeginVersionRequest, epoch: int, spec: SpecLayout) -> int:
-        layout, shapes = layout_of_rank(spec, 0), {tensor.name: tensor.shape for tensor in spec.tensors}
+        shapes = {tensor.name: tensor.shape for tensor in spec.tensors}
+        whole = SpecLayout(Mesh(()), tuple(TensorSpec(each.name, each.shape, each.dtype) for each in spec.tensors))
+        layout = layout_of_rank(whole, 0)
         regions = tuple(wire.from_region(region) for region in request.regions)
-        offer = Offer(request.version, epoch, "full", regions, Route(spec, spec, 0), time.monotonic() + 20.0, 20.0)
+        offer = Offer(request.version, epoch, "full", regions, Route(spec, whole, 0), time.monotonic() + 20.0, 20.0)
         with closing(open_backend("shm")) as backend, closing(ReplicaArenas(layout, backend=backend)) as arenas:
             receiver = SwapReceiver(arenas)
             prepared = await receiver.prepare(offer, lambda: False)

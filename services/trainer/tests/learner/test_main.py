@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -134,3 +135,31 @@ def test_a_learner_without_a_run_says_so_in_one_line_and_exits_with_2() -> None:
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
     assert "REFLUX_RUN" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGTERM])
+async def test_a_learner_whose_rank_ends_ends_with_status_1_and_the_cause(tmp_path: Path, signal_number: int) -> None:
+    trainer = FakeTrainer()
+    mount = Mount(trainer, add_TrainerServiceServicer_to_server, "reflux.trainer.v1.TrainerService")
+    async with running(Service((mount,)), ServiceSettings(drain_seconds=0)) as bound:
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("REFLUX_")}
+        environment |= {"REFLUX_RUN": "run-1", "REFLUX_TRAINER_ADDRESS": bound.grpc, "REFLUX_LEARNER_RANKS": "2"}
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "reflux_trainer.learner.main", env=environment, stderr=asyncio.subprocess.PIPE
+        )
+        async with asyncio.timeout(120):
+            await trainer.twice.wait()
+            async with open_channel(trainer.heard[0].address) as channel:
+                stub: Any = LearnerServiceStub(channel)
+                folder = str(tiny_folder(tmp_path / "model"))
+                request = learner_pb.CreateModelRequest(model_id="run-1", path=folder, transport="shm")
+                await stub.CreateModel(request, timeout=90)
+            threads = Path(f"/proc/{process.pid}/task").glob("*/children")
+            pids = [pid for thread in threads for pid in thread.read_text().split()]
+            ranks = [pid for pid in pids if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+            os.kill(int(ranks[0]), signal_number)
+            assert process.stderr is not None
+            told = await process.stderr.read()
+            assert await process.wait() == 1
+    assert f"the process of rank 1 (pid {ranks[0]}) ended with status -{int(signal_number)}".encode() in told

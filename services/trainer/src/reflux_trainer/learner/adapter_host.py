@@ -82,21 +82,21 @@ class AdapterHost:
             sources = await self._host.in_torch(lambda: capture(adapter, weights_only=weights_only))
             op_id, version, pause = adapter.journal.last, adapter.version, time.monotonic() - begun
         receipt = await asyncio.to_thread(write_tensors, store, key, sources)
-        return Saved(receipt, op_id, version, pause, time.monotonic() - started)
+        return Saved((receipt,), op_id, version, pause, time.monotonic() - started)
 
     async def load(
         self, model_id: str, name: str, stored: tuple[ObjectStore, str], op_id: int, *, weights_only: bool
     ) -> LoraAdapter:
         """Puts a stored state in the adapter's place, as its operation `op_id` (0: as the one that was saved)."""
         session = self._host.require(model_id)
-        config = session.learner.config
+        config = session.whole.config
         loaded = await asyncio.to_thread(restore_adapter, *stored, config, weights_only=weights_only)
         return await self._host.finish(self._load(session, name, loaded, op_id))
 
     async def _create(self, session: Session, name: str, spec: LoraSpec, seed: int) -> LoraAdapter:
         async with self._host.order:
             self._host.check_present(session)
-            adapter = await self._host.in_torch(LoraAdapter.fresh, session.learner.config, spec, seed)
+            adapter = await self._host.in_torch(LoraAdapter.fresh, session.whole.config, spec, seed)
             session.adapters[name] = adapter
             return adapter
 
@@ -140,7 +140,7 @@ class AdapterHost:
         chosen = [first, *self._others(first)]
         jobs = [AdapterJob(each.session.adapters[each.name], each.groups, each.loss) for each in chosen]
         try:
-            computed = await self._host.in_torch(first.session.learner.adapters_forward_backward, jobs)
+            computed = await self._host.in_torch(first.session.whole.adapters_forward_backward, jobs)
         except Exception as error:  # Each caller waits for its own answer.
             for each in chosen:
                 each.answer.set_exception(error)

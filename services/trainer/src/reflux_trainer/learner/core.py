@@ -71,7 +71,7 @@ class Learner(Trainable):
         poisoned, self.poisoned = self.poisoned, True  # what an exception leaves behind is half a gradient
         self.accumulated = True
         for part in micro_batches(groups, loss, micro_batch):
-            total = _total_loss(part, self._scores(part.packed, None), loss, sums)
+            total = total_loss(part, self._scores(part.packed, None), loss, sums)
             total.backward()
             poisoned |= not math.isfinite(float(total.detach()))
         self.poisoned = poisoned
@@ -92,7 +92,7 @@ class Learner(Trainable):
             members = [(jobs[index].adapter, part.packed) for index, part in parts]
             total = torch.zeros(())
             for (index, part), scores in zip(parts, self._adapter_scores(base, members), strict=True):
-                own = _total_loss(part, scores, jobs[index].loss, sums[index])
+                own = total_loss(part, scores, jobs[index].loss, sums[index])
                 poisoned[index] |= not math.isfinite(float(own.detach()))
                 total = total + own
             total.backward()
@@ -116,7 +116,7 @@ class Learner(Trainable):
         sums = BatchSums(_count(groups))
         if loss is not None:
             for part in micro_batches(groups, loss, micro_batch):
-                _total_loss(part, self._scores(part.packed, adapter), loss, sums)
+                total_loss(part, self._scores(part.packed, adapter), loss, sums)
         else:
             for placed in parts_of(groups, micro_batch):
                 lengths = [len(each.token_ids) for piece in placed for each in piece.group.completions]
@@ -146,7 +146,7 @@ class Learner(Trainable):
         return [TokenScores(scores.logprobs_T[part.tokens], scores.entropies_T[part.tokens]) for part in parts]
 
 
-def _total_loss(part: MicroBatch, scores: TokenScores, loss: LossSpec, sums: BatchSums) -> Tensor:
+def total_loss(part: MicroBatch, scores: TokenScores, loss: LossSpec, sums: BatchSums) -> Tensor:
     """Weighted sum of a micro-batch's token losses, booked in `sums`."""
     lp_T = scores.logprobs_T
     present_T = lp_T.detach()

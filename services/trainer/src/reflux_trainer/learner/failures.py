@@ -7,6 +7,7 @@ from reflux_kit import errors as kit
 from reflux_model.errors import ModelFolderError, ParameterMismatchError, UnsupportedModelError
 from reflux_storage import errors as storage
 from reflux_trainer.learner.journal import OutOfOrderError
+from reflux_trainer.learner.ranks.setup import RankLost
 from reflux_trainer.learner.state import StateMismatchError
 from reflux_transfer.client.publisher import PublishAborted, PublisherFenced, PublishRefused
 from reflux_transfer.errors import ArenasBusy, BackendUnavailable
@@ -27,6 +28,7 @@ _STATUSES: tuple[tuple[type[Exception], type[kit.ServiceError]], ...] = (
     (PublishRefused, kit.WrongState),
     (ArenasBusy, kit.CapacityExhausted),
     (BackendUnavailable, kit.WrongState),
+    (RankLost, kit.Unavailable),
 )
 
 

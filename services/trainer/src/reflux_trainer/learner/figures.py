@@ -40,6 +40,16 @@ class BatchSums:
         for place, row in zip(places, logprobs_T.detach().split(list(lengths)), strict=True):
             self._logprobs[place] = tuple(row.tolist())
 
+    def merge(self, other: "BatchSums") -> None:
+        """Takes in what another rank saw of the same batch."""
+        self._loss += other._loss
+        self._tokens += other._tokens
+        self._entropy += other._entropy
+        self._gap += other._gap
+        self._largest_gap = max(self._largest_gap, other._largest_gap)
+        self._clipped += other._clipped
+        self._logprobs = [own or seen for own, seen in zip(self._logprobs, other._logprobs, strict=True)]
+
     def figures(self, seconds: float, *, outputs: bool) -> BatchFigures:
         """Means over the tokens that count, with the log-probs if `outputs`."""
         tokens = max(1.0, self._tokens)

@@ -14,7 +14,6 @@ from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -22,18 +21,17 @@ from grpc.aio import Channel
 
 from reflux_kit.errors import NotFound, Unavailable, WrongState
 from reflux_kit.scope import ADAPTERS
-from reflux_model.folder import load_config
-from reflux_storage.stores.base import ObjectStore
 from reflux_storage.stream import ObjectReceipt
 from reflux_trainer.learner.adapter_state import restore_adapter
 from reflux_trainer.learner.adapters import PublishersBeside, chosen, merged_weights
+from reflux_trainer.learner.backends import AnyLearner, Backend, Capture, OneRank
 from reflux_trainer.learner.core import Learner
+from reflux_trainer.learner.folders import Source
 from reflux_trainer.learner.journal import Figures, Journal, Kind
 from reflux_trainer.learner.lora import LoraAdapter
-from reflux_trainer.learner.numerics import FLOAT32, Numerics
 from reflux_trainer.learner.ops import CompletionData, GroupData
 from reflux_trainer.learner.publish import Outlet, PublishOrder, WeightPublisher
-from reflux_trainer.learner.state import StateCapture, restore
+from reflux_trainer.learner.state import StoreAddress
 from reflux_transfer.backends.base import TransferBackend
 from reflux_transfer.client.publisher import Published
 from reflux_transfer.registry import open_backend
@@ -49,14 +47,21 @@ class Session:
     """One created or loaded model."""
 
     model_id: str
-    learner: Learner
+    learner: AnyLearner
     journal: Journal
     publisher: WeightPublisher
     beside: PublishersBeside
+    capture: Capture
     adapters: dict[str, LoraAdapter] = field(default_factory=dict)
     """LoRA adapters by name."""
-    capture: StateCapture = field(default_factory=StateCapture)
     publishes: OrderedDict[str, asyncio.Task[Published]] = field(default_factory=OrderedDict)
+
+    @property
+    def whole(self) -> Learner:
+        """The model, for what needs all of it in this process. Raises WrongState when it is sharded."""
+        if not isinstance(self.learner, Learner):
+            raise WrongState("adapters need a learner of one rank: set REFLUX_LEARNER_RANKS to 1")
+        return self.learner
 
     def adapter(self, name: str) -> LoraAdapter:
         """A LoRA adapter. Raises NotFound."""
@@ -66,19 +71,10 @@ class Session:
 
 
 @dataclass(frozen=True)
-class Source:
-    """Which model to make: a folder in Hugging Face layout, and what it does not say."""
-
-    folder: Path
-    seed: int
-    numerics: Numerics = FLOAT32
-
-
-@dataclass(frozen=True)
 class Saved:
-    """A stored state: its object, what it covers, and what it cost."""
+    """A stored state: its objects, what it covers, and what it cost."""
 
-    receipt: ObjectReceipt
+    receipts: tuple[ObjectReceipt, ...]
     op_id: int
     version: int
     pause_seconds: float
@@ -94,8 +90,11 @@ class LearnerHost:
         threads: int = 1,
         secret: str = "",
         opened: Callable[[str], TransferBackend] = open_backend,
+        backend: Backend | None = None,
     ) -> None:
-        """The stack's `secret` signs what is published; `opened` makes the backend of a transport."""
+        """The stack's `secret` signs what is published; `opened` makes the backend of a transport; `backend` computes,
+        this process alone if there is none."""
+        self._backend = backend or OneRank()
         self._broker, self._secret, self._opened = broker, secret, opened
         self._torch = ThreadPoolExecutor(1, "torch", initializer=torch.set_num_threads, initargs=(threads,))
         self.order = asyncio.Lock()
@@ -111,8 +110,10 @@ class LearnerHost:
             for publish in self.session.publishes.values():
                 publish.cancel()  # it may wait for replicas; nothing in the model depends on it
         await asyncio.gather(*self._running, return_exceptions=True)
-        await asyncio.to_thread(self._torch.shutdown)  # a cancelled publish may still be writing
+        await self.in_torch(lambda: None)  # a cancelled publish may still be writing
         await self._forget()
+        await self.in_torch(self._backend.close)
+        await asyncio.to_thread(self._torch.shutdown)
 
     def require(self, model_id: str) -> Session:
         """The session of `model_id`; raises NotFound when another model, or none, is loaded."""
@@ -125,11 +126,11 @@ class LearnerHost:
         """Loads a model folder as operation 0; forgets what was there."""
         return await self.finish(self._create(model_id, source, outlet))
 
-    async def load(self, model_id: str, source: Source, outlet: Outlet, store: ObjectStore, key: str) -> Session:
+    async def load(self, model_id: str, source: Source, outlet: Outlet, address: StoreAddress, key: str) -> Session:
         """Loads a stored state; the folder gives the shape. Forgets what was there."""
-        return await self.finish(self._load(model_id, source, outlet, store, key))
+        return await self.finish(self._load(model_id, source, outlet, address, key))
 
-    async def operate(self, model_id: str, op_id: int, kind: Kind, compute: Callable[[Learner], Figures]) -> Figures:
+    async def operate(self, model_id: str, op_id: int, kind: Kind, compute: Callable[[AnyLearner], Figures]) -> Figures:
         """Runs operation `op_id` once; repeated calls get the first answer. Raises `OutOfOrderError`."""
         return await self.finish(self._operate(model_id, op_id, kind, compute))
 
@@ -149,33 +150,36 @@ class LearnerHost:
                 raise WrongState(f"model {model_id!r} was created or loaded anew meanwhile; repeat the call") from None
             raise
 
-    async def save(self, model_id: str, store: ObjectStore, key: str) -> Saved:
+    async def save(self, model_id: str, address: StoreAddress, key: str) -> Saved:
         """Streams the state; operations wait only while it is copied."""
-        return await self.finish(self._save(self.require(model_id), store, key))
+        return await self.finish(self._save(self.require(model_id), address, key))
 
     async def _create(self, model_id: str, source: Source, outlet: Outlet) -> Session:
         async with self._publishing, self.order:
-            learner = await self.in_torch(Learner.from_folder, source.folder, source.seed, source.numerics)
+            learner = await self.in_torch(self._backend.create, source)
             return await self._install(model_id, learner, Journal(), outlet, epoch=0)
 
-    async def _load(self, model_id: str, source: Source, outlet: Outlet, store: ObjectStore, key: str) -> Session:
+    async def _load(self, model_id: str, source: Source, outlet: Outlet, address: StoreAddress, key: str) -> Session:
         async with self._publishing, self.order:
-            config = await asyncio.to_thread(load_config, source.folder)
-            restored = await self.in_torch(restore, store, key, config, source.seed, source.numerics)
+            restored = await self.in_torch(self._backend.restore, address, key, source)
             return await self._install(model_id, restored.learner, restored.journal, outlet, restored.epoch)
 
-    async def _install(self, model_id: str, learner: Learner, journal: Journal, outlet: Outlet, epoch: int) -> Session:
+    async def _install(
+        self, model_id: str, learner: AnyLearner, journal: Journal, outlet: Outlet, epoch: int
+    ) -> Session:
         outlet = replace(outlet, secret=self._secret, opened=self._opened)
-        publisher = await asyncio.to_thread(WeightPublisher, self._broker, model_id, learner.params, outlet)
+        publisher = await asyncio.to_thread(self._backend.publisher, self._broker, model_id, learner, outlet)
         if journal.last:
             publisher.restored(epoch)
         await self._forget()
         beside = PublishersBeside(self._broker, replace(outlet, delta=False))
-        self.session = Session(model_id, learner, journal, publisher, beside)
+        self.session = Session(model_id, learner, journal, publisher, beside, self._backend.capture())
         log.info("model %s is at operation %d, version %d", model_id, journal.last, learner.version)
         return self.session
 
-    async def _operate(self, model_id: str, op_id: int, kind: Kind, compute: Callable[[Learner], Figures]) -> Figures:
+    async def _operate(
+        self, model_id: str, op_id: int, kind: Kind, compute: Callable[[AnyLearner], Figures]
+    ) -> Figures:
         async with self.order:
             session = self.require(model_id)
             known = session.journal.recall(op_id, kind)
@@ -197,7 +201,7 @@ class LearnerHost:
                 if order.adapter:
                     name = f"{session.model_id}{ADAPTERS}{order.adapter}"
                     await until_finished.enter_async_context(session.beside.turn(name))
-                    params = chosen(params, order.adapter_tensors)
+                    params = chosen(session.whole.params, order.adapter_tensors)
                     publisher = await session.beside.of(name, params)
                 publishing = await publisher.begin(session.learner.version, order, session.publisher.epoch)
                 await until_finished.enter_async_context(publishing)
@@ -218,7 +222,7 @@ class LearnerHost:
             async with self.order:
                 self.check_present(session)
                 adapter = saved or (session.adapter(order.merged_adapter) if order.merged_adapter else None)
-                params = await self.in_torch(merged_weights, session.learner.params, adapter)
+                params = await self.in_torch(merged_weights, session.whole.params, adapter)
                 publisher = await session.beside.of(order.publish_as, params)
                 publishing = await publisher.begin(order.version, order)
                 await until_finished.enter_async_context(publishing)
@@ -233,7 +237,7 @@ class LearnerHost:
         except TimeoutError:
             raise Unavailable(f"the weight broker is away, since {seconds:g} s at least") from None
 
-    async def _save(self, session: Session, store: ObjectStore, key: str) -> Saved:
+    async def _save(self, session: Session, address: StoreAddress, key: str) -> Saved:
         started = time.monotonic()
         async with self._saving:
             async with self.order:
@@ -242,8 +246,8 @@ class LearnerHost:
                 await self.in_torch(session.capture.take, session.learner, session.journal, session.publisher.epoch)
                 op_id, version = session.journal.last, session.learner.version
                 pause = time.monotonic() - begun
-            receipt = await asyncio.to_thread(session.capture.write, store, key)
-        return Saved(receipt, op_id, version, pause, time.monotonic() - started)
+            receipts = await asyncio.to_thread(session.capture.write, address, key)
+        return Saved(receipts, op_id, version, pause, time.monotonic() - started)
 
     def check_present(self, session: Session) -> None:
         """Raises WrongState when the session was replaced while its caller waited."""
@@ -280,7 +284,7 @@ class LearnerHost:
         return asyncio.get_running_loop().run_in_executor(self._torch, functools.partial(function, *arguments))
 
 
-def _probe_scores(learner: Learner, token_ids: tuple[int, ...]) -> list[float]:
+def _probe_scores(learner: AnyLearner, token_ids: tuple[int, ...]) -> list[float]:
     """Log-prob of every token of the probe prompt after the first; none without a prompt."""
     if not token_ids:
         return []

@@ -1,6 +1,8 @@
 """Entry point of `reflux-learner`: one model behind LearnerService, announced to the trainer."""
 
 import asyncio
+import os
+import signal
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
@@ -9,7 +11,9 @@ from reflux_kit.channel import open_channel
 from reflux_kit.errors import StartupError
 from reflux_kit.server import Bound, Mount, Service, serve
 from reflux_storage.stores.options import S3Options
+from reflux_trainer.learner.backends import Backend, OneRank
 from reflux_trainer.learner.host import LearnerHost
+from reflux_trainer.learner.ranks.setup import RankSetup
 from reflux_trainer.learner.registration import announced
 from reflux_trainer.learner.servicer import SERVICE_NAME, LearnerServicer
 from reflux_trainer.learner.settings import LearnerSettings
@@ -28,7 +32,9 @@ async def build(settings: LearnerSettings) -> AsyncIterator[Service]:
         open_channel(settings.broker_address, settings, retry=RETRY, subject="learner") as broker,
         reporting(broker, f"learners/{settings.run}", choice),
     ):
-        host = LearnerHost(broker, settings.threads, settings.stack_secret, choice.open)
+        lost: list[str] = []
+        backend = _backend(settings, lost)
+        host = LearnerHost(broker, settings.threads, settings.stack_secret, choice.open, backend)
         servicer = LearnerServicer(host, S3Options(endpoint=settings.s3_endpoint or None))
 
         def attend(bound: Bound) -> AbstractAsyncContextManager[object]:
@@ -39,6 +45,22 @@ async def build(settings: LearnerSettings) -> AsyncIterator[Service]:
             yield Service(mounts=(mount,), attend=attend)
         finally:
             await host.close()
+    if lost:
+        raise SystemExit(1)  # the agent starts another one, and the run goes on from its last checkpoint
+
+
+def _backend(settings: LearnerSettings, lost: list[str]) -> Backend:
+    """Who computes; a rank that is lost is noted, and ends the process."""
+    if settings.ranks == 1:
+        return OneRank()
+    from reflux_trainer.learner.ranks.backend import ManyRanks  # imports torch's compiler: seconds
+
+    def ends(reason: str) -> None:
+        lost.append(reason)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    setup = RankSetup(settings.ranks, settings.broker_address, settings, settings.rank_timeout_seconds)
+    return ManyRanks(setup, ends)
 
 
 def main() -> None:

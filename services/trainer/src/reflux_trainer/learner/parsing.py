@@ -11,7 +11,7 @@ from reflux_kit.errors import InvalidRequest
 from reflux_model.config import ModelConfig
 from reflux_trainer.algo.aggregation import AGGREGATIONS, Aggregation
 from reflux_trainer.algo.kl import ESTIMATORS, Estimator
-from reflux_trainer.learner.host import Source
+from reflux_trainer.learner.folders import Source
 from reflux_trainer.learner.numerics import COMPUTE_DTYPES, Numerics
 from reflux_trainer.learner.ops import LOSSES, CompletionData, GroupData, LossName, LossSpec, StepSpec
 from reflux_trainer.learner.publish import WEIGHT_DTYPES, Outlet, PublishOrder

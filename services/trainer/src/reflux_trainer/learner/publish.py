@@ -12,10 +12,11 @@ from reflux_storage.stores.base import ObjectStore
 from reflux_trainer.learner.casting import caster
 from reflux_transfer.arenas.publisher import PublisherArenas
 from reflux_transfer.backends.base import TransferBackend
-from reflux_transfer.client.offer import Kind
+from reflux_transfer.client.offer import Kind, SourceRegion, layout_of_rank
 from reflux_transfer.client.publisher import BrokerPublisher, Published, Publishing
 from reflux_transfer.layout import Layout
 from reflux_transfer.registry import open_backend
+from reflux_weightplan.spec import SpecLayout
 
 log = logging.getLogger(__name__)
 
@@ -63,14 +64,20 @@ class PublishOrder:
 class WeightPublisher:
     """The publishing half of one model; calls are made one after the other."""
 
-    def __init__(self, channel: Channel, model_id: str, params: Parameters, outlet: Outlet) -> None:
+    def __init__(
+        self, channel: Channel, model_id: str, params: Parameters, outlet: Outlet, spread: SpecLayout | None = None
+    ) -> None:
+        """`spread` is the layout of all ranks where this process is rank 0 of several; `params` do not count then."""
         dtype = str(outlet.dtype).removeprefix("torch.")
         shapes = {name: (tuple(tensor.shape), dtype) for name, tensor in params.items()}
         self._cast = caster(outlet.dtype)
         self._backend = outlet.opened(outlet.transport)
         share = _DELTA_SHARE if outlet.delta else 0.0
-        self._arenas = PublisherArenas(self._backend, Layout.from_shapes(shapes), delta_share=share)
-        self._broker = BrokerPublisher(channel, model_id, self._arenas, secret=outlet.secret)
+        own = Layout.from_shapes(shapes) if spread is None else layout_of_rank(spread, 0)
+        self._arenas = PublisherArenas(self._backend, own, delta_share=share)
+        self._broker = BrokerPublisher(channel, model_id, self._arenas, layout=spread, secret=outlet.secret)
+        self._others: Sequence[SourceRegion] = ()
+        """What the other ranks have claimed for the version that begins next."""
         self._kind: Kind = "delta" if outlet.delta else "full"
         self.num_bytes = self._arenas.layout.parameter_bytes
         self.epoch = 0
@@ -94,6 +101,7 @@ class WeightPublisher:
             min_replicas=order.min_replicas,
             request_id=order.request_id,
             probe_token_ids=order.probe_token_ids,
+            others=self._others,
         )
 
     def write(self, publishing: Publishing, params: Parameters) -> None:

@@ -18,6 +18,7 @@ from reflux_trainer.learner.adapter_host import AdapterHost
 from reflux_trainer.learner.failures import as_service_errors
 from reflux_trainer.learner.host import LearnerHost, Saved
 from reflux_trainer.learner.ops import BatchFigures, StepFigures
+from reflux_trainer.learner.state import StoreAddress
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["LearnerService"].full_name
 STATE_OBJECT = "learner-00000.safetensors"
@@ -132,9 +133,11 @@ class LearnerServicer(LearnerServiceServicer):
         with as_service_errors(), span("learner.save", prefix=prefix):
             saved = await self._save(model_id, request, prefix)
         metrics.SAVE_PAUSE_SECONDS.observe(saved.pause_seconds)
-        receipt = saved.receipt
         return pb.SaveStateResponse(
-            objects=[StoredObject(key=receipt.key, size_bytes=receipt.size_bytes, checksum=receipt.checksum)],
+            objects=[
+                StoredObject(key=receipt.key, size_bytes=receipt.size_bytes, checksum=receipt.checksum)
+                for receipt in saved.receipts
+            ],
             op_id=saved.op_id,
             version=saved.version,
             pause_seconds=saved.pause_seconds,
@@ -144,7 +147,8 @@ class LearnerServicer(LearnerServiceServicer):
     async def _save(self, model_id: str, request: pb.SaveStateRequest, prefix: str) -> Saved:
         store = self._store(request.store_url)
         if not request.adapter:
-            return await self._host.save(model_id, store, f"{prefix}/{STATE_OBJECT}")
+            address = StoreAddress(request.store_url, self._s3)
+            return await self._host.save(model_id, address, f"{prefix}/{STATE_OBJECT}")
         adapter, key = parsing.parse_adapter(request.adapter), f"{prefix}/{ADAPTER_OBJECT}"
         return await self._adapters.save(model_id, adapter, store, key, weights_only=request.weights_only)
 
@@ -155,8 +159,9 @@ class LearnerServicer(LearnerServiceServicer):
         source, outlet = parsing.parse_source(request), parsing.parse_outlet(request)
         key = parsing_adapters.parse_state_key(request.objects, STATE_OBJECT)
         with as_service_errors(), span("learner.load", key=key):
-            store = self._store(request.store_url)
-            session = await self._host.load(model_id, source, outlet, store, key)
+            self._store(request.store_url)
+            address = StoreAddress(request.store_url, self._s3)
+            session = await self._host.load(model_id, source, outlet, address, key)
         metrics.VERSION.set(session.learner.version)
         return pb.LoadStateResponse(op_id=session.journal.last, version=session.learner.version)
 

@@ -28,5 +28,11 @@ class LearnerSettings(ServiceSettings):
     transfer: TransferSettings = Field(default_factory=TransferEnvironment)
     """How the transports are set up (REFLUX_TRANSFER_...)."""
 
+    ranks: int = Field(default=1, ge=1, le=64)
+    """Processes that share the model (FSDP2 over gloo); adapters need one. Rank 0 is the process that serves."""
+
+    rank_timeout_seconds: float = Field(default=60.0, gt=0.0)
+    """Longest wait of a rank for the others; a rank whose process ends is noticed at once."""
+
     threads: int = Field(default=1, ge=1)
     """OpenMP threads of the torch thread; more than one is slower on a contended machine."""

@@ -7,7 +7,8 @@ Moments are there after the first step, gradients only between ForwardBackward a
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 import numpy as np
 import torch
@@ -16,13 +17,16 @@ from torch import Tensor
 from reflux_model.config import ModelConfig
 from reflux_model.shapes import parameter_shapes
 from reflux_storage.restore import TensorIndex, read_index, read_tensors
+from reflux_storage.stores import open_store
 from reflux_storage.stores.base import ObjectStore
+from reflux_storage.stores.options import S3Options
 from reflux_storage.stream import ObjectReceipt, TensorSource, write_tensors
 from reflux_trainer.learner.core import Learner
 from reflux_trainer.learner.journal import Journal
 from reflux_trainer.learner.numerics import FLOAT32, Numerics
 from reflux_trainer.learner.trainable import Trainable
 
+L = TypeVar("L")
 _STATE_VERSION = 1
 
 
@@ -31,10 +35,22 @@ class StateMismatchError(ValueError):
 
 
 @dataclass(frozen=True)
-class Restored:
+class StoreAddress:
+    """Where an object store is; processes can tell each other."""
+
+    url: str
+    s3: S3Options | None = field(default=None, repr=False)
+
+    def open(self) -> ObjectStore:
+        """Errors as in `open_store`."""
+        return open_store(self.url, self.s3)
+
+
+@dataclass(frozen=True)
+class Restored(Generic[L]):
     """What a stored state holds besides the model."""
 
-    learner: Learner
+    learner: L
     journal: Journal
     epoch: int
     """Weight epoch of the broker when the state was saved."""
@@ -54,7 +70,7 @@ class StateCapture:
             if part not in self._copies:
                 self._copies[part] = torch.empty_like(flat)
             sources += sources_of(learner, part, self._copies[part].copy_(flat))
-        sources += [_source(name, tensor.clone()) for name, tensor in _small(learner, journal, epoch)]
+        sources += [source(name, tensor.clone()) for name, tensor in _small(learner, journal, epoch)]
         self._sources = sources
 
     def write(self, store: ObjectStore, key: str) -> ObjectReceipt:
@@ -62,7 +78,9 @@ class StateCapture:
         return write_tensors(store, key, self._sources)
 
 
-def restore(store: ObjectStore, key: str, config: ModelConfig, seed: int, numerics: Numerics = FLOAT32) -> Restored:
+def restore(
+    store: ObjectStore, key: str, config: ModelConfig, seed: int, numerics: Numerics = FLOAT32
+) -> Restored[Learner]:
     """Reads a state that belongs to `config`.
 
     Raises `StateMismatchError`, and the errors of reflux_storage for missing or damaged objects.
@@ -98,12 +116,12 @@ def flat_parts(trainable: Trainable) -> dict[str, Tensor]:
 
 def sources_of(trainable: Trainable, part: str, flat: Tensor) -> list[TensorSource]:
     """The tensors of a flat buffer, to be written under `part`; the buffer must stay as it is until then."""
-    return [_source(f"{part}/{name}", view) for name, view in trainable.views(flat).items()]
+    return [source(f"{part}/{name}", view) for name, view in trainable.views(flat).items()]
 
 
 def bytes_source(name: str, content: bytes) -> TensorSource:
     """A tensor of bytes."""
-    return _source(name, torch.frombuffer(bytearray(content), dtype=torch.uint8))
+    return source(name, torch.frombuffer(bytearray(content), dtype=torch.uint8))
 
 
 def _small(learner: Learner, journal: Journal, epoch: int) -> Iterator[tuple[str, Tensor]]:
@@ -143,16 +161,18 @@ def read_flat(store: ObjectStore, index: TensorIndex, trainable: Trainable, part
             if span is None or span.spec.shape != tuple(view.shape) or span.spec.dtype != "F32":
                 found = "missing" if span is None else f"{span.spec.dtype}{list(span.spec.shape)}"
                 raise StateMismatchError(f"tensor {key} of {index.key} is {found}, expected F32{list(view.shape)}")
-            targets[key] = _bytes(view)
+            targets[key] = view_of(view)
     read_tensors(store, index, targets)
 
 
 _DTYPES: Mapping[torch.dtype, str] = {torch.float32: "F32", torch.int64: "I64", torch.uint8: "U8"}
 
 
-def _source(name: str, tensor: Tensor) -> TensorSource:
-    return TensorSource(name, _DTYPES[tensor.dtype], tuple(tensor.shape), _bytes(tensor.contiguous()))
+def source(name: str, tensor: Tensor) -> TensorSource:
+    """A tensor as something to write."""
+    return TensorSource(name, _DTYPES[tensor.dtype], tuple(tensor.shape), view_of(tensor.contiguous()))
 
 
-def _bytes(tensor: Tensor) -> memoryview:
+def view_of(tensor: Tensor) -> memoryview:
+    """A tensor's bytes, to read or to write."""
     return memoryview(tensor.numpy())  # pyright: ignore[reportArgumentType]  (arrays do offer their buffer)
