@@ -8,6 +8,7 @@ import pytest
 from reflux_tasks.verify import VerifierUnavailable
 from reflux_tasks.xrd.database import PhaseDatabase
 from reflux_tasks.xrd.refinement import system_python
+from reflux_tasks.xrd.structure_files import SHIPPED, Structure, read_folder
 from reflux_tasks.xrd.task import XrdTask
 
 ROOT = Path(__file__).parents[3]
@@ -32,6 +33,14 @@ def mixtures(cache_dir: Path) -> XrdTask:
 @pytest.fixture(scope="session")
 def database(cache_dir: Path) -> PhaseDatabase:
     return PhaseDatabase(cache_dir)
+
+
+@pytest.fixture(scope="session")
+def shipped() -> dict[str, Structure]:
+    """The candidates that come with the task; reading them takes seconds."""
+    found, refused = read_folder(SHIPPED)
+    assert refused == {}
+    return found
 
 
 @pytest.fixture(scope="session")

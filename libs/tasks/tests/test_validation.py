@@ -15,15 +15,10 @@ from reflux_tasks.xrd.profile_surrogate import ProfileSurrogate, SurrogateScore
 from reflux_tasks.xrd.readers import UnreadablePattern, cut_and_rebin, mixture_truth, read_pattern
 from reflux_tasks.xrd.refinement import Fit, PhaseFit, RefinementOptions
 from reflux_tasks.xrd.refinement_pool import RefinementPool
-from reflux_tasks.xrd.structure_files import SHIPPED, Structure, read_folder
+from reflux_tasks.xrd.structure_files import Structure
 from reflux_tasks.xrd.validation import Kind, Scan, ScanResult, Trial, find_scans, replacements, resolve
 from reflux_tasks.xrd.validation_report import AT_LEAST, AT_MOST, missed, report
 from reflux_tasks.xrd.verdict import judge
-
-
-@pytest.fixture(scope="module")
-def shipped() -> dict[str, Structure]:
-    return read_folder(SHIPPED)[0]
 
 
 def simulated(structures: list[Structure], shift: float = 0.0) -> Profile:

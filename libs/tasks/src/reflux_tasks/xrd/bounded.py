@@ -53,8 +53,10 @@ def _child(writer: int, function: Callable[..., Any], arguments: tuple[Any, ...]
     try:
         held = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
         limit = held + memory_mib * 2**20
-        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-        resource.setrlimit(resource.RLIMIT_CPU, (cpu, cpu + 1))
+        for kind, soft, hard in ((resource.RLIMIT_AS, limit, limit), (resource.RLIMIT_CPU, cpu, cpu + 1)):
+            ours = resource.getrlimit(kind)[1]  # where we are confined already, the narrower limit stays
+            if ours == resource.RLIM_INFINITY or ours > hard:
+                resource.setrlimit(kind, (soft, hard))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         try:
