@@ -163,6 +163,13 @@ async def test_100_mb_is_refused_and_the_service_goes_on(stub, run):
     assert outcomes(await ended(stub, (await create(stub, run)).name)) == ["SCORED", "SCORED"]
 
 
+async def test_an_answer_that_is_no_utf_8_is_refused(channel, run):
+    good = creation(run, answers=["bad"]).SerializeToString()
+    call = channel.unary_unary("/reflux.sandbox.v1.SandboxService/CreateVerification")
+    error = await refusal(call(good.replace(b"bad", b"b\xffd"), timeout=HANG_SECONDS))
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
 async def test_lists_filter_by_state_and_group(stub, run, instrument):
     done = await ended(stub, (await create(stub, run, group="g1")).name)
     waiting = await create(stub, run, instrument, group="g2")
