@@ -95,7 +95,8 @@ CHEATS = {
     "large cell that is a candidate": ("large <sep> ZnO <eos>", "invalid", "independent reflections"),
     "copied prompt": (json.dumps(list(range(3000))), "invalid", "no <eos>"),
     "megabytes": ("TiO2 <sep> " * 10**5 + "<eos>", "invalid", "characters"),
-    "markup": ("data_\nloop_\n_cell_length_a\n" * 50, "invalid", "not all there"),
+    "hundreds of structures": (cell_without_symmetry(4) * 50, "invalid", "more than 5 structures"),
+    "markup": ("data_\nloop_\n_cell_length_a\n" * 5, "invalid", "not all there"),
 }
 
 

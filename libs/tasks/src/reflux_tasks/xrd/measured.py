@@ -125,8 +125,11 @@ def _named(answer: str, candidates: Mapping[str, Structure]) -> list[str]:
     """Names in the order of an answer, repetitions kept, "" for a structure that is no candidate; InvalidAnswer."""
     if len(answer) > MAX_ANSWER_CHARACTERS:
         raise InvalidAnswer(f"{len(answer)} characters, at most {MAX_ANSWER_CHARACTERS} are read")
-    if _BLOCK.search(answer):
-        return [_matching(block, candidates) for block in _BLOCK.split(answer)[1:]]
+    _, *blocks = _BLOCK.split(answer)
+    if len(blocks) > MAX_PHASES:
+        raise InvalidAnswer(f"more than {MAX_PHASES} structures")
+    if blocks:
+        return [_matching(block, candidates) for block in blocks]
     body, end, rest = answer.partition(END)
     if not end or rest.replace(PAD, "").strip():
         raise InvalidAnswer(f"no {END}, or words after it")
@@ -140,7 +143,7 @@ def _matching(block: str, candidates: Mapping[str, Structure]) -> str:
     try:
         proposed = read_text("proposed", "data_" + block, poscar=False)
         same = {n: c.primitive for n, c in candidates.items() if c.phase.formula == proposed.phase.formula}
-        return call_bounded(_first_match, proposed.primitive, same)
+        return call_bounded(_first_match, proposed.primitive, same, cpu_seconds=5)
     except (UnreadableStructure, OverLimit) as error:
         raise InvalidAnswer(f"structure {error}") from error
 

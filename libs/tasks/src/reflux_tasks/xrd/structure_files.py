@@ -105,7 +105,7 @@ def read_text(name: str, text: str, *, poscar: bool | None = None) -> Structure:
     import pymatgen.io.vasp.inputs  # noqa: F401 here, not in each child: importing takes longer than parsing
 
     try:
-        return call_bounded(_parse, name, text, poscar, cpu_seconds=20)
+        return call_bounded(_parse, name, text, poscar)
     except ValueError as error:
         raise UnreadableStructure(f"not usable: {error}") from error
 
