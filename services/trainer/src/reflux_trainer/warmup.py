@@ -10,14 +10,14 @@ from reflux_trainer.parts import Parts
 from reflux_trainer.problems import question
 from reflux_trainer.queue.ledger import Cursor
 from reflux_trainer.schedule import warmup_rate
-from reflux_trainer.steps import checkpoint_due, due
+from reflux_trainer.steps import StepLog, checkpoint_due, due
 
 EVENT_EVERY_STEPS = 5
 
 
 async def warm_up(parts: Parts, cursor: Cursor) -> Cursor:
     """Supervised steps from `cursor` to the last one; the next batch is built while the learner computes."""
-    stage, started = parts.config.warmup, time.monotonic()
+    stage, started, checks = parts.config.warmup, time.monotonic(), StepLog(parts)
     following = _prefetch(parts, cursor.warmup_step)
     while cursor.warmup_step < stage.steps:
         await parts.control.gate(parts.waits)
@@ -35,6 +35,7 @@ async def warm_up(parts: Parts, cursor: Cursor) -> Cursor:
         cursor = await parts.ledger.log_step(after, [oplog.encode(request), oplog.encode(step)], [])
         forward = await parts.learner.forward_backward(request)
         optim = await parts.learner.optim_step(step)
+        checks.check_applied(optim)
         if checkpoint_due(cursor.warmup_step, parts.config.checkpoint.every_steps, stage.steps):
             await parts.checkpoints.start(cursor, optim.version, 0)
         if due(cursor.warmup_step, EVENT_EVERY_STEPS, stage.steps) or cursor.warmup_step == stage.steps:
