@@ -26,6 +26,16 @@ class RepeatVerifier(Verifier):
         return [Grade("scored", float(answer.split()[:1] == [payload["number"]])) for answer in answers]
 
 
+class SurrogateVerifier(RepeatVerifier):
+    name: ClassVar[str] = "surrogate"
+    fidelity: ClassVar[str] = "surrogate"
+
+
+class FullVerifier(RepeatVerifier):
+    name: ClassVar[str] = "full"
+    fidelity: ClassVar[str] = "full"
+
+
 class CountingTask(Task[Problem]):
     name: ClassVar[str] = "counting"
     max_answer_words: ClassVar[int] = 2
@@ -58,7 +68,7 @@ class CountingTask(Task[Problem]):
 
     @property
     def verifiers(self) -> Mapping[str, Verifier]:
-        return {"label": RepeatVerifier(), "surrogate": RepeatVerifier()}
+        return {"label": RepeatVerifier(), "surrogate": SurrogateVerifier(), "full": FullVerifier()}
 
     def split_record(self) -> dict[str, Any]:
         return {"seed": self.seed, "numbers": self.options.num_phases}

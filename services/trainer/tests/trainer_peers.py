@@ -36,7 +36,7 @@ class Learner(learner_grpc.LearnerServiceServicer):
         self.incarnation = name
         self.fleet = fleet
         self.model_id, self.op_id, self.version = "", 0, 0
-        self.done = []
+        self.done, self.batches = [], []
         self.publish_failures = 0
         self.publish_codes, self.publish_ids, self.publish_seconds = [], [], 0.0
         self.probes = []
@@ -75,7 +75,8 @@ class Learner(learner_grpc.LearnerServiceServicer):
     async def ForwardBackward(self, request, context):
         if self.hold is not None:
             await self.hold.wait()
-        self._operate(request)
+        if self._operate(request):
+            self.batches.append(request)
         tokens = sum(len(each.token_ids) for group in request.groups for each in group.completions)
         return learner.ForwardBackwardResponse(loss=0.5, tokens=tokens, entropy=1.0, seconds=0.001)
 

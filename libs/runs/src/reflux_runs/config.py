@@ -13,6 +13,7 @@ Seconds = Annotated[float, Field(gt=0.0, le=86_400.0)]
 Algorithm = Literal["grpo", "dr_grpo", "rloo", "leave_one_out"]
 Loss = Literal["ppo", "dual_clip", "reinforce", "cispo", "gspo", "importance_sampling"]
 Staleness = Literal["wait", "pace", "drop"]
+Release = Literal["full", "surrogate"]
 Transport = Literal["auto", "shm", "ucx", "tcp", "nixl"]
 WeightDtype = Literal["float32", "bfloat16"]
 WeightMode = Literal["auto", "swap", "in_place"]
@@ -141,6 +142,18 @@ class RlConfig(_Section):
     verifier: str = "label"
     """Verifier of the training reward: one of the task's, or `external/NAME` for jobs that an outside caller completes,
     an instrument or a person (docs/sandbox.md)."""
+
+    release: Release = "full"
+    """When a group is trained on. `full` waits for the rewards of `verifier`. `surrogate` takes those of `surrogate` at
+    once, as long as their calibration holds, and trains the difference when those of `verifier` come (docs/ladder.md);
+    `verifier` must be of fidelity full, and the end of the run waits for nobody."""
+
+    surrogate: str = "surrogate"
+    """Verifier of the provisional rewards, of fidelity surrogate; counts with `release = "surrogate"` only."""
+
+    correction_lag: Annotated[int, Field(ge=0, le=100_000)] = 16
+    """Largest age in versions at which a late reward is still trained; later ones are counted and dropped, and
+    verifications for them are cancelled."""
 
     verify_seconds: Annotated[float, Field(gt=0.0, le=604_800.0)] | None = None
     """Deadline of one verification, from its creation to its grades, waits and retries included; later its rewards are

@@ -157,10 +157,14 @@ def _task(config: RunConfig, catalog: Catalog) -> list[Refusal]:
             Refusal("task.name", name, "no such task is installed", " or ".join(f'"{task}"' for task in catalog.tasks))
         ]
     known = (catalog.verifiers or {}).get(name, ())
-    if known and config.rl.verifier not in known and not config.rl.verifier.startswith(EXTERNAL):
-        reason = f"task {name} has no such verifier"
-        return [Refusal("rl.verifier", config.rl.verifier, reason, " or ".join(f'"{verifier}"' for verifier in known))]
-    return []
+    named = {"rl.verifier": config.rl.verifier}
+    if config.rl.release == "surrogate":
+        named["rl.surrogate"] = config.rl.surrogate
+    return [
+        Refusal(key, verifier, f"task {name} has no such verifier", " or ".join(f'"{each}"' for each in known))
+        for key, verifier in named.items()
+        if known and verifier not in known and not verifier.startswith(EXTERNAL)
+    ]
 
 
 def _model(config: RunConfig, catalog: Catalog) -> list[Refusal]:

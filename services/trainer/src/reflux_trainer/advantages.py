@@ -40,16 +40,20 @@ def training_batch(
     request = pb.ForwardBackwardRequest(
         op_id=op_id,
         model_id=model_id,
-        groups=[_prompt_group(group, values) for group, values in zip(groups, advantages, strict=True)],
+        groups=[
+            prompt_group(group, values, [grade.known for grade in group.grades])
+            for group, values in zip(groups, advantages, strict=True)
+        ],
         loss=loss_config(config),
     )
     return request, advantages
 
 
-def _prompt_group(group: Group, advantages: np.ndarray) -> pb.PromptGroup:
+def prompt_group(group: Group, advantages: np.ndarray, counted: Sequence[bool]) -> pb.PromptGroup:
+    """A prompt with those of its answers that are `counted` and not empty."""
     completions = [
         pb.Completion(token_ids=sample.token_ids, behaviour_logprobs=sample.logprobs, advantage=float(advantage))
-        for sample, grade, advantage in zip(group.samples, group.grades, advantages, strict=True)
-        if grade.known and sample.token_ids
+        for sample, counts, advantage in zip(group.samples, counted, advantages, strict=True)
+        if counts and sample.token_ids
     ]
     return pb.PromptGroup(prompt_token_ids=group.token_ids, completions=completions)

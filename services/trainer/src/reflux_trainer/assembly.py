@@ -21,6 +21,7 @@ from reflux_trainer.control import Control
 from reflux_trainer.evaluate import Evaluator
 from reflux_trainer.issue import Issuer, Questions
 from reflux_trainer.journal import Journal
+from reflux_trainer.late.opening import check_rungs, open_late_rewards
 from reflux_trainer.learner_client import LearnerClient, ModelSource
 from reflux_trainer.milestones import Milestones
 from reflux_trainer.parts import Parts
@@ -81,6 +82,7 @@ class Assembly:
         self._tasks = evaluation_tasks(config, self._peers.settings.cache_folder)
         task = next(iter(self._tasks.values()))
         preflight(config, with_prompt(catalog(config, self._peers.settings.cache_folder), task))
+        check_rungs(config, task)
         self.model = folder.prepare(config, self._folder, task)
         self._fingerprint = fingerprint(config, task)
 
@@ -110,6 +112,7 @@ class Assembly:
             window, backlog = await self._window_and_backlog()
             questions = Questions(self._task, codec, ahead=2 * rl.groups_per_step)
             issuer = Issuer(record.run, self._queue, window, backlog, questions, self.cursor.next_prompt_index)
+            late = open_late_rewards(record.config, self._peers.redis, self._peers.ladders, record.run)
             verifications = await stack.enter_async_context(open_verifications(self._peers.sandbox, record.run))
             yield Parts(
                 run=record.run,
@@ -130,6 +133,7 @@ class Assembly:
                 issuer=issuer,
                 batches=BatchFormer(self._queue, backlog, window, issuer, self._waits, rl.groups_per_step),
                 milestones=self._milestones,
+                late=await stack.enter_async_context(late),
             )
 
     @property

@@ -21,10 +21,14 @@ async def train(parts: Parts, cursor: Cursor) -> Cursor:
         await parts.checkpoints.settled()
 
         request, advantages = training_batch(cursor.op_id + 1, parts.run, batch.groups, rl)
-        step = optimizer_request(parts, cursor)
-        cursor = await decide(parts, cursor, batch, request, step)
+        late = await parts.late.operations(cursor, parts.learner.version, batch)
+        step = optimizer_request(parts, cursor, num_batches=1 + len(late))
+        await parts.late.trained(request.op_id, batch, advantages)
+        cursor = await decide(parts, cursor, batch, [request, *late], step)
         with optimizer_span(parts, cursor, batch):
             forward = await parts.learner.forward_backward(request)
+            for corrections in late:
+                await parts.learner.forward_backward(corrections)
             await parts.publisher.settled()
             optim = await parts.learner.optim_step(step)
         log.check_applied(optim)
@@ -45,4 +49,5 @@ async def train(parts: Parts, cursor: Cursor) -> Cursor:
         log.begin()
     await parts.publisher.settled()
     await parts.checkpoints.finished()
+    await parts.late.finished()
     return cursor

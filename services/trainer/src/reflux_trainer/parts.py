@@ -13,6 +13,7 @@ from reflux_trainer.control import Control
 from reflux_trainer.evaluate import Evaluator
 from reflux_trainer.issue import Issuer
 from reflux_trainer.journal import Journal
+from reflux_trainer.late.rewards import LateRewards
 from reflux_trainer.learner_client import LearnerClient
 from reflux_trainer.milestones import Milestones
 from reflux_trainer.publish import Publisher
@@ -44,3 +45,4 @@ class Parts:
     issuer: Issuer
     batches: BatchFormer
     milestones: Milestones
+    late: LateRewards

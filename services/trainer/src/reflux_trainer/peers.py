@@ -9,6 +9,7 @@ import grpc
 
 from reflux.checkpoint.v1.checkpoint_service_pb2_grpc import CheckpointServiceStub
 from reflux.inference_gateway.v1.inference_gateway_service_pb2_grpc import InferenceGatewayServiceStub
+from reflux.sandbox.v1.ladder_service_pb2_grpc import LadderServiceStub
 from reflux.sandbox.v1.sandbox_service_pb2_grpc import SandboxServiceStub
 from reflux.scheduler.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
 from reflux.weight_broker.v1.weight_broker_service_pb2_grpc import WeightBrokerServiceStub
@@ -21,6 +22,7 @@ from reflux_trainer.settings import TrainerSettings
 if TYPE_CHECKING:
     from reflux.checkpoint.v1.checkpoint_service_pb2_grpc import CheckpointServiceAsyncStub
     from reflux.inference_gateway.v1.inference_gateway_service_pb2_grpc import InferenceGatewayServiceAsyncStub
+    from reflux.sandbox.v1.ladder_service_pb2_grpc import LadderServiceAsyncStub
     from reflux.sandbox.v1.sandbox_service_pb2_grpc import SandboxServiceAsyncStub
     from reflux.scheduler.v1.scheduler_service_pb2_grpc import SchedulerServiceAsyncStub
     from reflux.weight_broker.v1.weight_broker_service_pb2_grpc import WeightBrokerServiceAsyncStub
@@ -35,6 +37,7 @@ class Peers:
     gateway: "InferenceGatewayServiceAsyncStub"
     broker: "WeightBrokerServiceAsyncStub"
     sandbox: "SandboxServiceAsyncStub"
+    ladders: "LadderServiceAsyncStub"
     checkpoint: "CheckpointServiceAsyncStub"
     learners: LearnerRegistry
     settings: TrainerSettings
@@ -49,6 +52,7 @@ async def open_peers(redis: RedisClient, settings: TrainerSettings) -> AsyncIter
             return await stack.enter_async_context(open_channel(address, settings, retry=retry, subject="trainer"))
 
         scheduler = ("GetJob", "CreateJob", "CancelJob", "ExplainJob", "MarkJobSaved")
+        sandbox = await channel(settings.sandbox_address)
         yield Peers(
             redis=redis,
             scheduler=SchedulerServiceStub(
@@ -58,7 +62,8 @@ async def open_peers(redis: RedisClient, settings: TrainerSettings) -> AsyncIter
             ),
             gateway=InferenceGatewayServiceStub(await channel(settings.gateway_address)),
             broker=WeightBrokerServiceStub(await channel(settings.broker_address)),
-            sandbox=SandboxServiceStub(await channel(settings.sandbox_address)),
+            sandbox=SandboxServiceStub(sandbox),
+            ladders=LadderServiceStub(sandbox),
             checkpoint=CheckpointServiceStub(await channel(settings.checkpoint_address, METHODS)),
             learners=LearnerRegistry(),
             settings=settings,

@@ -12,6 +12,7 @@ from reflux_runs.preflight import EXTERNAL, Catalog
 from reflux_tasks.options import InvalidOption
 from reflux_tasks.registry import create_task, task_names
 from reflux_tasks.task import Split, Task
+from reflux_trainer.clients.ladders import Rungs
 
 EVALUATION_SETS: Mapping[str, Mapping[str, Any]] = {
     "held": {},
@@ -44,6 +45,19 @@ def task_options(config: RunConfig) -> dict[str, Any]:
     if config.task.peaks_hidden:
         options["peaks_hidden"] = True
     return options
+
+
+def rungs_of(config: RunConfig) -> Rungs | None:
+    """What the groups of a run climb; None when they wait for the verifier."""
+    rl = config.rl
+    if rl.release == "full":
+        return None
+    return Rungs(
+        surrogate=verifier_of(config, rl.surrogate),
+        full=verifier_of(config, rl.verifier),
+        algorithm=rl.algorithm,
+        correction_lag=rl.correction_lag,
+    )
 
 
 def verifier_of(config: RunConfig, name: str) -> str:

@@ -42,10 +42,10 @@ def checkpoint_due(step: int, every: int, last: int) -> bool:
     return due(step, every, last) or (every > 0 and step == last)
 
 
-def optimizer_request(parts: Parts, cursor: Cursor) -> pb.OptimStepRequest:
-    """The optimizer step of step `cursor.step`; the first one forgets the moments of warm-up."""
+def optimizer_request(parts: Parts, cursor: Cursor, num_batches: int) -> pb.OptimStepRequest:
+    """The optimizer step of step `cursor.step` behind its batches; the first one forgets the moments of warm-up."""
     return pb.OptimStepRequest(
-        op_id=cursor.op_id + 2,
+        op_id=cursor.op_id + num_batches + 1,
         model_id=parts.run,
         learning_rate=rl_rate(parts.config.rl, cursor.step),
         beta1=0.9,
@@ -56,7 +56,11 @@ def optimizer_request(parts: Parts, cursor: Cursor) -> pb.OptimStepRequest:
 
 
 async def decide(
-    parts: Parts, cursor: Cursor, batch: Batch, request: pb.ForwardBackwardRequest, step: pb.OptimStepRequest
+    parts: Parts,
+    cursor: Cursor,
+    batch: Batch,
+    requests: Sequence[pb.ForwardBackwardRequest],
+    step: pb.OptimStepRequest,
 ) -> Cursor:
     """Logs the step; from here on it happens exactly once, whoever dies."""
     after = replace(
@@ -65,7 +69,8 @@ async def decide(
         low_water_index=batch.low_water_index,
         next_prompt_index=parts.issuer.next_index,
     )
-    return await parts.ledger.log_step(after, [oplog.encode(request), oplog.encode(step)], batch.groups)
+    operations = [oplog.encode(operation) for operation in (*requests, step)]
+    return await parts.ledger.log_step(after, operations, batch.groups)
 
 
 @contextmanager
@@ -142,6 +147,7 @@ class StepLog:
         if not self._told_first_batch:
             self._told_first_batch = True
             figures |= parts.milestones.figures()
+        figures |= await parts.late.figures()
         figures["learning_rate"] = rl_rate(parts.config.rl, cursor.step - 1)
         detail: dict[str, Any] = {"lag": dict(lag_counts(batch.groups, self._version)), "applied": optim.applied}
         if failures := parts.checkpoints.drain_failures():

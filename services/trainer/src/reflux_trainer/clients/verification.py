@@ -76,7 +76,7 @@ class Verifications:
         job = created.verification
         if job.state != Job.STATE_ENDED:
             job = await self._ended(job.name, seconds)
-        return [_grade(grade) for grade in job.grades]
+        return [grade_of(grade) for grade in job.grades]
 
     async def _ended(self, name: str, seconds: float) -> Job:
         if name in self._early:
@@ -135,6 +135,7 @@ async def open_verifications(stub: "SandboxServiceAsyncStub", run: str) -> Async
         await asyncio.gather(watching, return_exceptions=True)
 
 
-def _grade(grade: verification_pb2.Grade) -> Grade:
+def grade_of(grade: verification_pb2.Grade) -> Grade:
+    """A grade as the queue carries it."""
     outcome = verification_pb2.Grade.Outcome.Name(grade.outcome).removeprefix("OUTCOME_").lower()
     return Grade(outcome, grade.reward, {figure.name: figure.value for figure in grade.figures}, grade.message)

@@ -85,7 +85,25 @@ class RunKeys:
         """The run itself."""
         return self._key("run")
 
+    @property
+    def late_trained(self) -> str:
+        """Hash: prompt index -> what was trained on provisional rewards, until its correction is."""
+        return self._key("late_trained")
+
+    @property
+    def late_settled(self) -> str:
+        """Hash: prompt index -> final rewards."""
+        return self._key("late_settled")
+
+    @property
+    def late_token(self) -> str:
+        """Where the stream of ladders goes on."""
+        return self._key("late_token")
+
     def queue(self) -> list[str]:
         """Everything that may expire after the end of the run; record and events stay."""
-        names = "prompts groups ledger claims counters samples takes attempts dead workers cursor operations"
+        names = (
+            "prompts groups ledger claims counters samples takes attempts dead workers cursor operations late_trained"
+        )
+        names += " late_settled late_token"
         return [self._key(name) for name in names.split()]

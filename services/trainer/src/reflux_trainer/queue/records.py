@@ -104,6 +104,8 @@ class Group:
     emitted_at: float
     worker: str
     traceparent: str = ""
+    provisional: bool = False
+    """Its rewards are a surrogate's; those that count may come later."""
     entry: str = ""
     """Stream entry, known to the trainer only."""
 

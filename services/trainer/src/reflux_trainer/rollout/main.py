@@ -9,15 +9,18 @@ from pathlib import Path
 from uuid import uuid4
 
 from reflux.inference_gateway.v1.inference_gateway_service_pb2_grpc import InferenceGatewayServiceStub
+from reflux.sandbox.v1.ladder_service_pb2_grpc import LadderServiceStub
 from reflux.sandbox.v1.sandbox_service_pb2_grpc import SandboxServiceStub
 from reflux_kit.channel import open_channel
 from reflux_kit.errors import NotFound, StartupError
 from reflux_kit.redis import open_redis
 from reflux_kit.server import Service, serve
 from reflux_trainer.clients.generation import Generator
+from reflux_trainer.clients.ladders import open_ladders
 from reflux_trainer.clients.verification import open_verifications
 from reflux_trainer.codec import Codec
 from reflux_trainer.folder import model_folder
+from reflux_trainer.problems import rungs_of
 from reflux_trainer.queue.prompts import PromptQueue
 from reflux_trainer.rollout.settings import RolloutSettings
 from reflux_trainer.rollout.worker import Worker
@@ -42,6 +45,9 @@ async def build(settings: RolloutSettings) -> AsyncIterator[Service]:
         sandbox = await stack.enter_async_context(open_channel(settings.sandbox_address, settings, subject="rollout"))
         stops = [] if codec.end_id is None else [codec.end_id]
         stub = InferenceGatewayServiceStub(gateway)
+        ladders = None
+        if (rungs := rungs_of(record.config)) is not None:
+            ladders = await stack.enter_async_context(open_ladders(LadderServiceStub(sandbox), settings.run, rungs))
         worker = Worker(
             PromptQueue(redis, settings.run, f"worker-{settings.rank}-{uuid4().hex[:8]}"),
             Generator(stub, settings.run, max_tokens=record.config.rl.max_tokens, stop_token_ids=stops),
@@ -49,6 +55,7 @@ async def build(settings: RolloutSettings) -> AsyncIterator[Service]:
             codec,
             record.config,
             settings,
+            ladders,
         )
         working = asyncio.create_task(worker.run(), name="rollout worker")
         working.add_done_callback(_ended)

@@ -12,12 +12,13 @@ from reflux_kit.telemetry import span, traceparent
 from reflux_runs.config import RunConfig
 from reflux_runs.preflight import derive
 from reflux_trainer.clients.generation import Generator
+from reflux_trainer.clients.ladders import Ladders, Release
 from reflux_trainer.clients.retry import PeerAway, Refused
 from reflux_trainer.clients.verification import Verifications
 from reflux_trainer.codec import Codec
 from reflux_trainer.problems import sampling_seed, verifier_of
 from reflux_trainer.queue.prompts import MAX_TAKES, Claim, PromptQueue
-from reflux_trainer.queue.records import Generation, Grade, Group
+from reflux_trainer.queue.records import Generation, Group
 from reflux_trainer.rollout.settings import RolloutSettings
 
 log = logging.getLogger(__name__)
@@ -55,10 +56,13 @@ class Worker:
         codec: Codec,
         config: RunConfig,
         settings: RolloutSettings,
+        ladders: Ladders | None = None,
     ) -> None:
+        """With `ladders` a group is graded on them and emitted at its release."""
         self._queue = queue
         self._generator = generator
         self._verifications = verifications
+        self._ladders = ladders
         self._codec = codec
         self._config = config
         self._settings = settings
@@ -122,8 +126,9 @@ class Worker:
             if claim.takes >= MAX_TAKES:
                 raise Refused(f"claimed {claim.takes} times without an end")
             generation = await self._generate(claim)
-            grades, verify_seconds = await self._verify(claim, generation)
-            await self._emit(claim, generation, grades, verify_seconds)
+            started = time.time()
+            release = await self._verify(claim, generation)
+            await self._emit(claim, generation, release, time.time() - started)
         except ClaimLost as error:
             log.info("%s", error)
         except Refused as error:
@@ -156,26 +161,34 @@ class Worker:
             raise ClaimLost(f"another worker owns prompt {prompt.index}")
         return generation
 
-    async def _verify(self, claim: Claim, generation: Generation) -> tuple[list[Grade], float]:
-        prompt, rl, run = claim.prompt, self._config.rl, self._settings.run
-        started = time.time()
+    async def _verify(self, claim: Claim, generation: Generation) -> Release:
+        prompt, run = claim.prompt, self._settings.run
         with span("verify", parent=prompt.traceparent, reflux__run=run, reflux__prompt=prompt.index) as current:
-            grades = await self._verifications.grade(
-                f"prompt/{prompt.index}",
-                verifier_of(self._config, rl.verifier),
-                prompt.truth,
-                [self._codec.decode(sample.token_ids) for sample in generation.samples],
-                seconds=rl.verify_deadline_seconds,
-                version=max(0, min(sample.oldest_version for sample in generation.samples)),
-                sample_ids=[f"{run}/{prompt.index}/{number}" for number in range(len(generation.samples))],
-            )
+            release = await self._graded(claim, generation)
+            grades = release.grades
             if len(grades) != len(generation.samples):
                 raise Refused(f"the sandbox sent {len(grades)} grades for {len(generation.samples)} answers")
             current.set_attribute("reflux.rewards", [grade.reward for grade in grades])
             current.set_attribute("reflux.outcomes", [grade.outcome for grade in grades])
-        return grades, time.time() - started
+        return release
 
-    async def _emit(self, claim: Claim, generation: Generation, grades: list[Grade], verify_seconds: float) -> None:
+    async def _graded(self, claim: Claim, generation: Generation) -> Release:
+        prompt, rl, run = claim.prompt, self._config.rl, self._settings.run
+        group, answers = f"prompt/{prompt.index}", [self._codec.decode(it.token_ids) for it in generation.samples]
+        version = max(0, min(sample.oldest_version for sample in generation.samples))
+        sample_ids = [f"{run}/{prompt.index}/{number}" for number in range(len(answers))]
+        seconds = rl.verify_deadline_seconds
+        if self._ladders is not None:
+            return await self._ladders.release(
+                group, prompt.truth, answers, seconds=seconds, version=version, sample_ids=sample_ids
+            )
+        verifier = verifier_of(self._config, rl.verifier)
+        grades = await self._verifications.grade(
+            group, verifier, prompt.truth, answers, seconds=seconds, version=version, sample_ids=sample_ids
+        )
+        return Release(grades, final=True)
+
+    async def _emit(self, claim: Claim, generation: Generation, release: Release, verify_seconds: float) -> None:
         prompt, run = claim.prompt, self._settings.run
         with span("emit", parent=prompt.traceparent, reflux__run=run, reflux__prompt=prompt.index) as current:
             group = Group(
@@ -183,7 +196,7 @@ class Worker:
                 version=prompt.version,
                 token_ids=prompt.token_ids,
                 samples=generation.samples,
-                grades=grades,
+                grades=release.grades,
                 issued_at=prompt.issued_at,
                 claimed_at=generation.started_at,
                 generate_seconds=generation.ended_at - generation.started_at,
@@ -191,5 +204,6 @@ class Worker:
                 emitted_at=time.time(),
                 worker=self._queue.worker,
                 traceparent=prompt.traceparent or traceparent(),
+                provisional=not release.final,
             )
             current.set_attribute("reflux.outcome", await self._queue.emit(claim, group))

@@ -377,6 +377,9 @@ class RlConfig(_message.Message):
     STALENESS_FIELD_NUMBER: _builtins.int
     OVERSAMPLING_FIELD_NUMBER: _builtins.int
     VERIFY_SECONDS_FIELD_NUMBER: _builtins.int
+    RELEASE_FIELD_NUMBER: _builtins.int
+    SURROGATE_FIELD_NUMBER: _builtins.int
+    CORRECTION_LAG_FIELD_NUMBER: _builtins.int
     algorithm: _builtins.str
     """Advantage estimator, for example "grpo"."""
     loss: _builtins.str
@@ -417,6 +420,12 @@ class RlConfig(_message.Message):
     """Open prompts per prompt that training needs; "drop" only."""
     verify_seconds: _builtins.float
     """Deadline of one verification."""
+    release: _builtins.str
+    """When a group is trained on: "full" waits for the verifier, "surrogate" does not and corrects later."""
+    surrogate: _builtins.str
+    """Verifier whose rewards are provisional when release is "surrogate"."""
+    correction_lag: _builtins.int
+    """Versions behind the learner's after which a late reward is dropped."""
     def __init__(
         self,
         *,
@@ -440,10 +449,13 @@ class RlConfig(_message.Message):
         staleness: _builtins.str | None = ...,
         oversampling: _builtins.float | None = ...,
         verify_seconds: _builtins.float | None = ...,
+        release: _builtins.str | None = ...,
+        surrogate: _builtins.str | None = ...,
+        correction_lag: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_algorithm", b"_algorithm", "_batch_size", b"_batch_size", "_clip_high", b"_clip_high", "_clip_low", b"_clip_low", "_final_lr_fraction", b"_final_lr_fraction", "_groups_per_step", b"_groups_per_step", "_learning_rate", b"_learning_rate", "_loss", b"_loss", "_max_grad_norm", b"_max_grad_norm", "_max_lag", b"_max_lag", "_max_tokens", b"_max_tokens", "_no_progress_seconds", b"_no_progress_seconds", "_oversampling", b"_oversampling", "_ramp_steps", b"_ramp_steps", "_samples_per_group", b"_samples_per_group", "_staleness", b"_staleness", "_steps", b"_steps", "_temperature", b"_temperature", "_verifier", b"_verifier", "_verify_seconds", b"_verify_seconds", "algorithm", b"algorithm", "batch_size", b"batch_size", "clip_high", b"clip_high", "clip_low", b"clip_low", "final_lr_fraction", b"final_lr_fraction", "groups_per_step", b"groups_per_step", "learning_rate", b"learning_rate", "loss", b"loss", "max_grad_norm", b"max_grad_norm", "max_lag", b"max_lag", "max_tokens", b"max_tokens", "no_progress_seconds", b"no_progress_seconds", "oversampling", b"oversampling", "ramp_steps", b"ramp_steps", "samples_per_group", b"samples_per_group", "staleness", b"staleness", "steps", b"steps", "temperature", b"temperature", "verifier", b"verifier", "verify_seconds", b"verify_seconds"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_algorithm", b"_algorithm", "_batch_size", b"_batch_size", "_clip_high", b"_clip_high", "_clip_low", b"_clip_low", "_correction_lag", b"_correction_lag", "_final_lr_fraction", b"_final_lr_fraction", "_groups_per_step", b"_groups_per_step", "_learning_rate", b"_learning_rate", "_loss", b"_loss", "_max_grad_norm", b"_max_grad_norm", "_max_lag", b"_max_lag", "_max_tokens", b"_max_tokens", "_no_progress_seconds", b"_no_progress_seconds", "_oversampling", b"_oversampling", "_ramp_steps", b"_ramp_steps", "_release", b"_release", "_samples_per_group", b"_samples_per_group", "_staleness", b"_staleness", "_steps", b"_steps", "_surrogate", b"_surrogate", "_temperature", b"_temperature", "_verifier", b"_verifier", "_verify_seconds", b"_verify_seconds", "algorithm", b"algorithm", "batch_size", b"batch_size", "clip_high", b"clip_high", "clip_low", b"clip_low", "correction_lag", b"correction_lag", "final_lr_fraction", b"final_lr_fraction", "groups_per_step", b"groups_per_step", "learning_rate", b"learning_rate", "loss", b"loss", "max_grad_norm", b"max_grad_norm", "max_lag", b"max_lag", "max_tokens", b"max_tokens", "no_progress_seconds", b"no_progress_seconds", "oversampling", b"oversampling", "ramp_steps", b"ramp_steps", "release", b"release", "samples_per_group", b"samples_per_group", "staleness", b"staleness", "steps", b"steps", "surrogate", b"surrogate", "temperature", b"temperature", "verifier", b"verifier", "verify_seconds", b"verify_seconds"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_algorithm", b"_algorithm", "_batch_size", b"_batch_size", "_clip_high", b"_clip_high", "_clip_low", b"_clip_low", "_final_lr_fraction", b"_final_lr_fraction", "_groups_per_step", b"_groups_per_step", "_learning_rate", b"_learning_rate", "_loss", b"_loss", "_max_grad_norm", b"_max_grad_norm", "_max_lag", b"_max_lag", "_max_tokens", b"_max_tokens", "_no_progress_seconds", b"_no_progress_seconds", "_oversampling", b"_oversampling", "_ramp_steps", b"_ramp_steps", "_samples_per_group", b"_samples_per_group", "_staleness", b"_staleness", "_steps", b"_steps", "_temperature", b"_temperature", "_verifier", b"_verifier", "_verify_seconds", b"_verify_seconds", "algorithm", b"algorithm", "batch_size", b"batch_size", "clip_high", b"clip_high", "clip_low", b"clip_low", "final_lr_fraction", b"final_lr_fraction", "groups_per_step", b"groups_per_step", "learning_rate", b"learning_rate", "loss", b"loss", "max_grad_norm", b"max_grad_norm", "max_lag", b"max_lag", "max_tokens", b"max_tokens", "no_progress_seconds", b"no_progress_seconds", "oversampling", b"oversampling", "ramp_steps", b"ramp_steps", "samples_per_group", b"samples_per_group", "staleness", b"staleness", "steps", b"steps", "temperature", b"temperature", "verifier", b"verifier", "verify_seconds", b"verify_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_algorithm", b"_algorithm", "_batch_size", b"_batch_size", "_clip_high", b"_clip_high", "_clip_low", b"_clip_low", "_correction_lag", b"_correction_lag", "_final_lr_fraction", b"_final_lr_fraction", "_groups_per_step", b"_groups_per_step", "_learning_rate", b"_learning_rate", "_loss", b"_loss", "_max_grad_norm", b"_max_grad_norm", "_max_lag", b"_max_lag", "_max_tokens", b"_max_tokens", "_no_progress_seconds", b"_no_progress_seconds", "_oversampling", b"_oversampling", "_ramp_steps", b"_ramp_steps", "_release", b"_release", "_samples_per_group", b"_samples_per_group", "_staleness", b"_staleness", "_steps", b"_steps", "_surrogate", b"_surrogate", "_temperature", b"_temperature", "_verifier", b"_verifier", "_verify_seconds", b"_verify_seconds", "algorithm", b"algorithm", "batch_size", b"batch_size", "clip_high", b"clip_high", "clip_low", b"clip_low", "correction_lag", b"correction_lag", "final_lr_fraction", b"final_lr_fraction", "groups_per_step", b"groups_per_step", "learning_rate", b"learning_rate", "loss", b"loss", "max_grad_norm", b"max_grad_norm", "max_lag", b"max_lag", "max_tokens", b"max_tokens", "no_progress_seconds", b"no_progress_seconds", "oversampling", b"oversampling", "ramp_steps", b"ramp_steps", "release", b"release", "samples_per_group", b"samples_per_group", "staleness", b"staleness", "steps", b"steps", "surrogate", b"surrogate", "temperature", b"temperature", "verifier", b"verifier", "verify_seconds", b"verify_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__algorithm: _TypeAlias = _typing.Literal["algorithm"]  # noqa: Y015
     _WhichOneofArgType__algorithm: _TypeAlias = _typing.Literal["_algorithm", b"_algorithm"]  # noqa: Y015
@@ -453,6 +465,8 @@ class RlConfig(_message.Message):
     _WhichOneofArgType__clip_high: _TypeAlias = _typing.Literal["_clip_high", b"_clip_high"]  # noqa: Y015
     _WhichOneofReturnType__clip_low: _TypeAlias = _typing.Literal["clip_low"]  # noqa: Y015
     _WhichOneofArgType__clip_low: _TypeAlias = _typing.Literal["_clip_low", b"_clip_low"]  # noqa: Y015
+    _WhichOneofReturnType__correction_lag: _TypeAlias = _typing.Literal["correction_lag"]  # noqa: Y015
+    _WhichOneofArgType__correction_lag: _TypeAlias = _typing.Literal["_correction_lag", b"_correction_lag"]  # noqa: Y015
     _WhichOneofReturnType__final_lr_fraction: _TypeAlias = _typing.Literal["final_lr_fraction"]  # noqa: Y015
     _WhichOneofArgType__final_lr_fraction: _TypeAlias = _typing.Literal["_final_lr_fraction", b"_final_lr_fraction"]  # noqa: Y015
     _WhichOneofReturnType__groups_per_step: _TypeAlias = _typing.Literal["groups_per_step"]  # noqa: Y015
@@ -473,12 +487,16 @@ class RlConfig(_message.Message):
     _WhichOneofArgType__oversampling: _TypeAlias = _typing.Literal["_oversampling", b"_oversampling"]  # noqa: Y015
     _WhichOneofReturnType__ramp_steps: _TypeAlias = _typing.Literal["ramp_steps"]  # noqa: Y015
     _WhichOneofArgType__ramp_steps: _TypeAlias = _typing.Literal["_ramp_steps", b"_ramp_steps"]  # noqa: Y015
+    _WhichOneofReturnType__release: _TypeAlias = _typing.Literal["release"]  # noqa: Y015
+    _WhichOneofArgType__release: _TypeAlias = _typing.Literal["_release", b"_release"]  # noqa: Y015
     _WhichOneofReturnType__samples_per_group: _TypeAlias = _typing.Literal["samples_per_group"]  # noqa: Y015
     _WhichOneofArgType__samples_per_group: _TypeAlias = _typing.Literal["_samples_per_group", b"_samples_per_group"]  # noqa: Y015
     _WhichOneofReturnType__staleness: _TypeAlias = _typing.Literal["staleness"]  # noqa: Y015
     _WhichOneofArgType__staleness: _TypeAlias = _typing.Literal["_staleness", b"_staleness"]  # noqa: Y015
     _WhichOneofReturnType__steps: _TypeAlias = _typing.Literal["steps"]  # noqa: Y015
     _WhichOneofArgType__steps: _TypeAlias = _typing.Literal["_steps", b"_steps"]  # noqa: Y015
+    _WhichOneofReturnType__surrogate: _TypeAlias = _typing.Literal["surrogate"]  # noqa: Y015
+    _WhichOneofArgType__surrogate: _TypeAlias = _typing.Literal["_surrogate", b"_surrogate"]  # noqa: Y015
     _WhichOneofReturnType__temperature: _TypeAlias = _typing.Literal["temperature"]  # noqa: Y015
     _WhichOneofArgType__temperature: _TypeAlias = _typing.Literal["_temperature", b"_temperature"]  # noqa: Y015
     _WhichOneofReturnType__verifier: _TypeAlias = _typing.Literal["verifier"]  # noqa: Y015
@@ -493,6 +511,8 @@ class RlConfig(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__clip_high) -> _WhichOneofReturnType__clip_high | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__clip_low) -> _WhichOneofReturnType__clip_low | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__correction_lag) -> _WhichOneofReturnType__correction_lag | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__final_lr_fraction) -> _WhichOneofReturnType__final_lr_fraction | None: ...
     @_typing.overload
@@ -514,11 +534,15 @@ class RlConfig(_message.Message):
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__ramp_steps) -> _WhichOneofReturnType__ramp_steps | None: ...
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__release) -> _WhichOneofReturnType__release | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__samples_per_group) -> _WhichOneofReturnType__samples_per_group | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__staleness) -> _WhichOneofReturnType__staleness | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__steps) -> _WhichOneofReturnType__steps | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__surrogate) -> _WhichOneofReturnType__surrogate | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__temperature) -> _WhichOneofReturnType__temperature | None: ...
     @_typing.overload
