@@ -19,6 +19,7 @@ from reflux_tasks.xrd.measured import MEASURED_OPTIONS, clash, prepare
 from reflux_tasks.xrd.profile import Profile
 from reflux_tasks.xrd.profile_surrogate import ProfileSurrogate, SurrogateScore
 from reflux_tasks.xrd.readers import SUFFIXES, UnreadablePattern, cut_and_rebin, mixture_truth, read_pattern
+from reflux_tasks.xrd.refinement import Candidate
 from reflux_tasks.xrd.refinement_pool import RefinementPool
 from reflux_tasks.xrd.structure_files import Structure
 from reflux_tasks.xrd.verdict import Verdict, judge
@@ -103,6 +104,8 @@ def _read_scan(path: Path, candidates: Mapping[str, Structure]) -> Scan:
     truth = mixture_truth(path)
     total = sum(truth.values())
     weighed = {resolve(name, candidates): fraction / total for name, fraction in truth.items()}
+    if len(weighed) < len(truth):
+        raise UnreadablePattern(f"{path.name}: two names mean the same structure")
     raw = read_pattern(path)
     try:
         refined = prepare(raw)
@@ -169,7 +172,7 @@ class Validator:
         """The verifier refuses such a set before any refinement."""
         return any(frozenset(pair) in self._clashes for pair in combinations(names, 2))
 
-    def _structures(self, names: Sequence[str]) -> list:
+    def _structures(self, names: Sequence[str]) -> list[Candidate]:
         return [self.candidates[name].candidate for name in names]
 
     def _same_size(self, names: Sequence[str]) -> list[tuple[str, ...]]:
@@ -191,7 +194,7 @@ class Validator:
         if self.quick:
             return
         seen = {frozenset(names), *map(frozenset, replaced)}
-        yield from (Trial("same size", tuple(each)) for each in order[:BEST_OF_SAME_SIZE] if each not in seen)
+        yield from (Trial("same size", tuple(sorted(each))) for each in order[:BEST_OF_SAME_SIZE] if each not in seen)
         if len(names) > 1:
             yield from (Trial("omission", (*names[:i], *names[i + 1 :])) for i in range(len(names)))
 
