@@ -98,7 +98,8 @@ async def test_a_cancelled_job_leaves_the_queue(cluster, settings, node):
 
 
 async def test_a_job_that_somebody_kills_in_slurm_is_a_lost_session(cluster, settings, node):
-    async with backend(settings, node) as place:
+    impatient = settings.model_copy(update={"lost_seconds": 1.0})
+    async with backend(impatient, node) as place:
         grading = asyncio.create_task(grade(place, info("test/slow", "surrogate"), "60"))
         await until(lambda: list((place.mailbox.folder / "taken").iterdir()))
         (task,) = cluster.run("squeue", "-h", "--array", "-o", "%F_%K").split()

@@ -16,8 +16,8 @@ class FolderSettings(BaseModel):
     folder: str = Field(min_length=1)
     """Absolute path, the same on every machine."""
 
-    lost_seconds: float = Field(default=15.0, gt=0)
-    """A worker that gives no sign of life for so long is dead."""
+    lost_seconds: float = Field(default=10.0, gt=0)
+    """A worker that gives no sign of life for so long is dead; workers give one a second."""
 
     keep_hours: float = Field(default=24.0, gt=0)
     """How long results lie in the folder; equal work takes them up, also after a restart."""

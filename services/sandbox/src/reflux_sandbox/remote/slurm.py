@@ -28,6 +28,7 @@ MOST_TASKS = 500
 """Tasks of one array; Slurm's default MaxArraySize is 1001."""
 _ALIVE = {"PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED", "REQUEUE_HOLD", "SUSPENDED", "STOPPED"}
 _COMPLAINT_CHARACTERS = 300
+_FORGET_FACTOR = 10
 
 
 class SlurmAway(ConnectionError):
@@ -46,6 +47,10 @@ class SlurmBackend(FolderBackend):
         self._waiting: list[tuple[str, asyncio.Future[None]]] = []
         self._submitter: asyncio.Task[None] | None = None
         self._states: dict[str, str] = {}
+        self._submitted: set[str] = set()
+        """Tasks since the last look at the queue began: its answer may be older than they are."""
+        self._left: dict[str, float] = {}
+        """When a job without a result was first missed in the queue."""
         self._looked = -1e9
         self._looking = asyncio.Lock()
 
@@ -73,15 +78,23 @@ class SlurmBackend(FolderBackend):
         await submitted
 
     async def check(self, key: str) -> None:
-        """Raises SessionLost when the task has left the queue without a result."""
+        """Raises SessionLost when the task left the queue a while ago without a result. Not at once: a shared file
+        system may show its last file later."""
         with contextlib.suppress(SlurmAway):
-            if not await self._state(key) and self.mailbox.result(key) is None:
-                task = self._task(key)
-                self._task_file(key).unlink(missing_ok=True)
-                raise SessionLost(f"Slurm job {task or '(none)'} ended without a result; see {self._log_path(task)}")
+            if await self._state(key):
+                self._left.pop(key, None)
+                return
+            now = time.monotonic()
+            if now - self._left.setdefault(key, now) < self.lost_seconds:
+                return
+            del self._left[key]
+            task = self._task(key)
+            self._task_file(key).unlink(missing_ok=True)
+            raise SessionLost(f"Slurm job {task or '(none)'} ended without a result; see {self._log_path(task)}")
 
     async def cancel(self, key: str) -> None:
         await super().cancel(key)
+        self._left.pop(key, None)
         if task := self._task(key):
             self._task_file(key).unlink(missing_ok=True)
             try:
@@ -116,6 +129,7 @@ class SlurmBackend(FolderBackend):
         for index, key in enumerate(keys):
             self._task_file(key).write_text(f"{array}_{index}")
             self._states[f"{array}_{index}"] = "PENDING"
+            self._submitted.add(f"{array}_{index}")
         log.info("Slurm array %d has %d jobs", array, len(keys))
 
     def _argv(self, count: int) -> list[str]:
@@ -147,13 +161,17 @@ class SlurmBackend(FolderBackend):
         return self._states.get(task, "")
 
     async def _look(self) -> None:
+        self._submitted.clear()
         text = await self._run(
             "squeue", "--all", "--noheader", "--array", "--states=all", f"--name={self._settings.job_name}",
             "--format=%F_%K|%T",
         )  # fmt: skip
         rows = (line.strip().partition("|")[::2] for line in text.splitlines())
-        self._states = {task: state for task, state in rows if state in _ALIVE}
-        self._looked = time.monotonic()
+        seen = {task: state for task, state in rows if state in _ALIVE}
+        self._states = dict.fromkeys(self._submitted, "PENDING") | seen
+        self._looked = now = time.monotonic()
+        oldest = now - _FORGET_FACTOR * self.lost_seconds  # those that were answered meanwhile are asked for no more
+        self._left = {key: since for key, since in self._left.items() if since > oldest}
 
     def _task(self, key: str) -> str:
         with contextlib.suppress(FileNotFoundError):
