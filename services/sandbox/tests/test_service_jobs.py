@@ -7,6 +7,7 @@ import uuid
 import grpc
 import pytest
 import pytest_asyncio
+import redis.asyncio
 
 from reflux.sandbox.v1 import sandbox_service_pb2 as pb
 from reflux.sandbox.v1.sandbox_service_pb2_grpc import SandboxServiceStub
@@ -16,16 +17,23 @@ from reflux_kit.errors import reason_of
 from reflux_kit.server import running
 from reflux_sandbox.main import build
 from reflux_sandbox.settings import SandboxSettings
+from reflux_sandbox.store import PREFIX
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 HANG_SECONDS = 30
 
 
+@pytest.fixture(scope="module")
+def redis_url(valkey_url):
+    """A database of this module's own."""
+    return valkey_url.replace("/0", "/2")
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def channel(namespaces, valkey_url, here):
+async def channel(namespaces, redis_url, here):
     settings = SandboxSettings(
         listen="127.0.0.1:0",
-        redis_url=valkey_url.replace("/0", "/2"),
+        redis_url=redis_url,
         graders="sample_graders",
         import_folders=(here,),
         idle_children=1,
@@ -202,13 +210,19 @@ async def test_a_watcher_with_progress_sees_a_job_run_and_end(stub, run, instrum
     lease = {"name": job.name, "token": claim.token}
     async with asyncio.timeout(HANG_SECONDS):
         first = (await watch.read()).verification
-        assert (first.state, first.attempts) == (Verification.STATE_RUNNING, 1)
+        assert (first.state, first.attempts, first.progress) == (Verification.STATE_RUNNING, 1, 0.0)
         await stub.RenewVerification(pb.RenewVerificationRequest(**lease, progress=0.5))
-        assert (await watch.read()).verification.progress == 0.5
+        await until_seen(watch, lambda seen: seen.progress == 0.5)
         await complete(stub, job.name, claim.token, 1.0, 2.0)
-        event = await watch.read()
-    assert (event.verification.state, event.verification.name) == (Verification.STATE_ENDED, job.name)
+        last = await until_seen(watch, lambda seen: seen.state == Verification.STATE_ENDED)
+    assert last.name == job.name
     watch.cancel()
+
+
+async def until_seen(watch, condition):
+    while not condition(seen := (await watch.read()).verification):
+        assert seen.state == Verification.STATE_RUNNING
+    return seen
 
 
 def verdict(reward):
@@ -266,9 +280,13 @@ async def test_a_claim_whose_lease_ended_cannot_complete(stub, run, instrument):
     assert outcomes(await complete(stub, job.name, second.token, 1.0)) == ["SCORED"]
 
 
-async def test_the_deadline_of_an_external_job_holds_whoever_has_it(stub, run, instrument):
-    job = await create(stub, run, instrument, ["late"], deadline_seconds=0.5)
+async def test_the_deadline_of_an_external_job_holds_whoever_has_it(stub, run, instrument, redis_url):
+    job = await create(stub, run, instrument, ["late"])
     (claim,) = (await stub.ClaimVerifications(pb.ClaimVerificationsRequest(verifier=instrument))).claims
+    async with redis.asyncio.from_url(redis_url) as client:
+        job_id = job.name.removeprefix("verifications/")
+        await client.hset(f"{PREFIX}job:{job_id}", "deadline", 1)
+        await client.zadd(f"{PREFIX}deadlines", {job_id: 1})
     assert outcomes(await ended(stub, job.name)) == ["TIMEOUT"]
     assert (await refusal(complete(stub, job.name, claim.token, 1.0))).code() is grpc.StatusCode.FAILED_PRECONDITION
 

@@ -72,7 +72,7 @@ class VerificationStore(JobReader):
         self.script = StoreScript(client, prefix)
         self._finish = Coalescer(self._finish_many)
         self.on_requeue: Callable[[], None] = lambda: None
-        """Called when jobs went back to a queue because an equal answer that they waited for got no grade."""
+        """Called when jobs went back to a queue."""
 
     @property
     def lease_seconds(self) -> float:
@@ -166,6 +166,8 @@ class VerificationStore(JobReader):
             cpu=cpu_seconds,
             keep_seconds=self._limits.keep_seconds,
         )
+        if answer == b"queued":
+            self.on_requeue()
         return answer.decode()
 
     async def cancel_job(self, job_id: str) -> str:
@@ -221,6 +223,8 @@ class VerificationStore(JobReader):
             keep_seconds=limits.keep_seconds,
             grace_ms=round(limits.late_seconds * 1000),
         )
+        if taken:
+            self.on_requeue()
         return int(taken), int(late)
 
     async def forget_dead_letter(self, job_id: str) -> bool:
