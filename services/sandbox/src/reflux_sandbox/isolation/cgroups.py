@@ -11,6 +11,8 @@ from reflux_sandbox.isolation.base import ChildLimits
 _NAME = "reflux-sandbox"
 _NEEDED = ("memory", "pids")
 _PERIOD_MICROSECONDS = 100_000
+_WEIGHTS = {"v2": ("cpu.weight", "800"), "cpu": ("cpu.shares", "8192")}
+"""All children together weigh as eight processes outside: by default their group would weigh as one."""
 _instances = itertools.count()
 """Mechanisms of one process share the parent groups."""
 
@@ -35,6 +37,10 @@ class CellGroups:
         if not groups.parents:
             groups.reason = "no cgroups: no writable memory and pids controllers"
             return groups
+        for kind, (name, weight) in _WEIGHTS.items():
+            if kind in groups.parents:
+                with contextlib.suppress(OSError):
+                    (groups.parents[kind] / name).write_text(weight)
         cpu = "" if groups.parents.keys() & {"v2", "cpu"} else ", none on cpu"
         groups.reason = f"cgroup limits on memory, processes and cpu{cpu} ({', '.join(sorted(groups.parents))})"
         return groups
