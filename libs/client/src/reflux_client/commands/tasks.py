@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from reflux_client.commands.tasks_new import list_tasks, new_task
+from reflux_client.commands.tasks_serve import serve_tasks, task_rows
 from reflux_client.connection import ClientError
 
 _WAY_OUT = "install the package reflux-tasks where this command runs"
@@ -24,8 +25,8 @@ def tasks() -> None:
     """Tasks: what is installed, a new one of your own, and verifiers on measured data."""
 
 
-tasks.add_command(list_tasks)
-tasks.add_command(new_task)
+for command in (list_tasks, new_task, serve_tasks, task_rows):
+    tasks.add_command(command)
 
 
 @tasks.group()
