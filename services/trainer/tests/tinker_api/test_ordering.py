@@ -4,49 +4,7 @@ import asyncio
 import hashlib
 
 import aiohttp
-from tinker.proto import tinker_public_pb2 as sdk_pb
-from tinker_world import KEY, TinkerWorld
-
-STEP = {"type": "optim_step", "adam_params": {"learning_rate": 0.1, "eps": 1e-8}}
-LORA = {"rank": 8, "train_unembed": True, "seed": 1, "a field of later versions": 1}
-
-
-async def session_of(world: TinkerWorld, key=KEY):
-    status, made = await world.post("create_session", {"tags": [], "sdk_version": "0.38.0"}, key)
-    assert status == 200
-    return made["session_id"]
-
-
-async def model_of(world: TinkerWorld, key=KEY):
-    session = await session_of(world, key)
-    body = {"session_id": session, "model_seq_id": 0, "base_model": "tiny", "lora_config": LORA}
-    _, future = await world.post("create_model", body, key)
-    assert await done(world, future, key) == {"type": "create_model", "model_id": f"{session}:train:0"}
-    return session, future["model_id"]
-
-
-async def done(world: TinkerWorld, future, key=KEY):
-    async with asyncio.timeout(20):
-        while True:
-            status, answer = await world.post("retrieve_future", {"request_id": future["request_id"]}, key)
-            assert status == 200, answer
-            if answer.get("type") != "try_again":
-                return answer
-
-
-async def forward_backward(world: TinkerWorld, model, seq_id, tokens=(1, 7, 7)):
-    request = sdk_pb.ForwardBackwardRequest(model_id=model, seq_id=seq_id, loss_fn="cross_entropy")
-    datum = request.data.add()
-    datum.model_input.add().encoded_text.tokens = b"".join(int(t).to_bytes(4, "little") for t in tokens[:-1])
-    target = datum.loss_fn_inputs["target_tokens"]
-    target.dense = b"".join(int(t).to_bytes(8, "little") for t in tokens[1:])
-    target.dtype = sdk_pb.DTYPE_INT64
-    headers = {"x-api-key": KEY, "content-type": "application/x-protobuf"}
-    async with (
-        aiohttp.ClientSession(headers=headers) as http,
-        http.post(f"{world.http}/api/v1/forward_backward", data=request.SerializeToString()) as answer,
-    ):
-        return answer.status, await answer.json()
+from tinker_world import STEP, done, forward_backward, model_of, sample, sampler_of, session_of
 
 
 async def test_a_request_that_comes_ten_times_runs_once_and_another_one_is_a_conflict(tinker_world):
@@ -88,18 +46,6 @@ async def test_a_slow_operation_is_polled_and_other_models_go_on(tinker_world):
         _, waiting = await tinker_world.post("retrieve_future", {"request_id": held["request_id"]})
         assert (waiting["type"], waiting["queue_state_reason"]) == ("try_again", "is being computed")
         tinker_world.learner.hold.set()
-
-
-async def sampler_of(world: TinkerWorld, session):
-    body = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "tiny"}
-    _, made = await world.post("create_sampling_session", body)
-    return made["sampling_session_id"]
-
-
-def sample(sampler, seq_id, **params):
-    prompt = {"chunks": [{"type": "encoded_text", "tokens": [1, 2]}]}
-    drawn = {"max_tokens": 3, "temperature": 1.0, "top_k": -1, "top_p": 1.0} | params
-    return {"sampling_session_id": sampler, "seq_id": seq_id, "prompt": prompt, "sampling_params": drawn}
 
 
 async def test_cancelled_samples_free_the_gateway_and_end_their_polls(tinker_world):

@@ -4,9 +4,8 @@ import asyncio
 
 import numpy as np
 import pytest
-from test_ordering import STEP, done, forward_backward, model_of, sample, sampler_of, session_of
 from tinker import types
-from tinker_world import datum, train
+from tinker_world import STEP, datum, done, forward_backward, model_of, sample, sampler_of, session_of, train
 
 SEVEN = [1, 7, 7, 7]
 
