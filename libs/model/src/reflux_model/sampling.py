@@ -93,9 +93,7 @@ def sample(logits_BV: Tensor, params: SamplingParams, positions_B: Tensor) -> Sa
     """
     logits = logits_BV.float()
     greedy_B = params.temperature_B < _COLDEST
-    best_B1 = logits.amax(-1, keepdim=True)
-    weights_BV = (logits - best_B1).exp_()
-    normalizers_B = (best_B1 + weights_BV.sum(-1, keepdim=True).log())[:, 0]
+    best_B1, weights_BV, normalizers_B = plain_distribution(logits)
     if bool(((params.temperature_B != 1) & ~greedy_B).any()):
         weights_BV = torch.sub(logits, best_B1, out=weights_BV)
         weights_BV = weights_BV.div_(torch.where(greedy_B, 1.0, params.temperature_B)[:, None]).exp_()
@@ -107,6 +105,13 @@ def sample(logits_BV: Tensor, params: SamplingParams, positions_B: Tensor) -> Sa
     tokens_B = torch.where(greedy_B, logits.argmax(-1), drawn_B) if bool(greedy_B.any()) else drawn_B
     chosen_B = logits.gather(-1, tokens_B[:, None])[:, 0]
     return Sampled(tokens_B, chosen_B - normalizers_B)
+
+
+def plain_distribution(logits_BV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Of float32 logits: the best (B, 1), exp(logits - best) and log sum exp(logits) per row."""
+    best_B1 = logits_BV.amax(-1, keepdim=True)
+    weights_BV = (logits_BV - best_B1).exp_()
+    return best_B1, weights_BV, (best_B1 + weights_BV.sum(-1, keepdim=True).log())[:, 0]
 
 
 @torch.inference_mode()

@@ -36,6 +36,7 @@ class Placed:
 class MicroBatch:
     """Packed rows and, per predicted token, what the loss needs; log-probs are NaN where there are none."""
 
+    placed: tuple[Placed, ...]
     packed: PackedRows
     sampler_logprobs_T: Tensor
     proximal_logprobs_T: Tensor
@@ -137,6 +138,7 @@ def _micro_batch(
     places = tuple(place for placed in part for place in placed.places)
     lengths = tuple(len(completion.token_ids) for completion in completions)
     return MicroBatch(
+        placed=tuple(part),
         packed=pack_placed(part),
         sampler_logprobs_T=_column([completion.sampler_logprobs for completion in completions], lengths, np.nan),
         proximal_logprobs_T=_column([completion.proximal_logprobs for completion in completions], lengths, np.nan),

@@ -15,12 +15,14 @@ from reflux_model.folder import load_folder
 from reflux_model.lora import AdaptedRows, LoraProjections
 from reflux_model.packing import PackedRows, join_rows
 from reflux_model.parameters import Parameters
+from reflux_model.replay import replayed_logprobs
 from reflux_model.scoring import TokenScores
 from reflux_model.training import packed_scores
 from reflux_trainer.learner.batching import (
     MAX_ATTENTION_CELLS,
     MICRO_BATCH_TOKENS,
     MicroBatch,
+    Placed,
     micro_batches,
     pack_placed,
     parts_of,
@@ -71,7 +73,7 @@ class Learner(Trainable):
         poisoned, self.poisoned = self.poisoned, True  # what an exception leaves behind is half a gradient
         self.accumulated = True
         for part in micro_batches(groups, loss, micro_batch):
-            total = total_loss(part, self._scores(part.packed, None), loss, sums)
+            total = total_loss(part, self._scores(part.placed, part.packed, None), loss, sums)
             total.backward()
             poisoned |= not math.isfinite(float(total.detach()))
         self.poisoned = poisoned
@@ -116,19 +118,33 @@ class Learner(Trainable):
         sums = BatchSums(_count(groups))
         if loss is not None:
             for part in micro_batches(groups, loss, micro_batch):
-                total_loss(part, self._scores(part.packed, adapter), loss, sums)
+                total_loss(part, self._scores(part.placed, part.packed, adapter), loss, sums)
         else:
             for placed in parts_of(groups, micro_batch):
                 lengths = [len(each.token_ids) for piece in placed for each in piece.group.completions]
                 places = [place for piece in placed for place in piece.places]
-                sums.keep(places, self._scores(pack_placed(placed), adapter).logprobs_T, lengths)
+                sums.keep(places, self._scores(placed, pack_placed(placed), adapter).logprobs_T, lengths)
         return sums.figures(time.perf_counter() - started, outputs=True)
 
-    def _scores(self, packed: PackedRows, adapter: LoraAdapter | None) -> TokenScores:
+    def _scores(self, placed: Sequence[Placed], packed: PackedRows, adapter: LoraAdapter | None) -> TokenScores:
         if adapter is not None:
             return self._adapter_scores(self._frozen(), [(adapter, packed)])[0]
         params, recompute = self.numerics.cast(self.params), self.numerics.recompute
-        return packed_scores(params, self.config, packed, recompute=recompute)
+        scores = packed_scores(params, self.config, packed, recompute=recompute)
+        if not self.numerics.deterministic:
+            return scores
+        # The engine's value with the gradient of the packed pass.
+        slope_T = scores.logprobs_T - scores.logprobs_T.detach()
+        return TokenScores(self._replayed(params, placed) + slope_T, scores.entropies_T)
+
+    def _replayed(self, params: Parameters, placed: Sequence[Placed]) -> Tensor:
+        groups = [piece.group for piece in placed]
+        rows = [
+            replayed_logprobs(params, self.config, group.prompt, completion.token_ids, completion.fed_ids)
+            for group in groups
+            for completion in group.completions
+        ]
+        return torch.cat(rows)
 
     def _frozen(self) -> Parameters:
         return self.numerics.cast({name: tensor.detach() for name, tensor in self.params.items()})

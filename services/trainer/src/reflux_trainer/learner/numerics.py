@@ -17,6 +17,8 @@ class Numerics:
     """Type of the products; norms and log-probs are float32."""
     recompute: bool = False
     """Whether activations are computed again instead of kept (gradient checkpointing)."""
+    deterministic: bool = False
+    """Whether log-probs have the bits of an engine that decodes one sequence at a time; gradients are as without."""
 
     def cast(self, params: Parameters) -> Parameters:
         """Parameters as passes take them; gradients reach the originals in float32."""

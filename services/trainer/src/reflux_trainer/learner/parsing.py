@@ -45,7 +45,11 @@ def parse_source(request: pb.CreateModelRequest | pb.LoadStateRequest) -> Source
     dtype = request.compute_dtype or "float32"
     if dtype not in COMPUTE_DTYPES:
         raise InvalidRequest(f"compute_dtype {dtype!r} is not one of {', '.join(COMPUTE_DTYPES)}")
-    numerics = Numerics(dtype=COMPUTE_DTYPES[dtype], recompute=request.gradient_checkpointing)
+    numerics = Numerics(
+        dtype=COMPUTE_DTYPES[dtype],
+        recompute=request.gradient_checkpointing,
+        deterministic=request.deterministic,
+    )
     return Source(Path(request.path), request.seed, numerics)
 
 

@@ -33,6 +33,7 @@ class CreateModelRequest(_message.Message):
     WEIGHT_DELTA_FIELD_NUMBER: _builtins.int
     COMPUTE_DTYPE_FIELD_NUMBER: _builtins.int
     GRADIENT_CHECKPOINTING_FIELD_NUMBER: _builtins.int
+    DETERMINISTIC_FIELD_NUMBER: _builtins.int
     model_id: _builtins.str
     """Model id, as gateway and broker know it."""
     path: _builtins.str
@@ -49,6 +50,10 @@ class CreateModelRequest(_message.Message):
     """Type of the passes, "float32" or "bfloat16"; weights, gradients and moments stay float32. Empty is float32."""
     gradient_checkpointing: _builtins.bool
     """Whether activations are computed again in the backward pass instead of kept."""
+    deterministic: _builtins.bool
+    """Whether log-probs of the model itself are computed one token at a time, as an engine of one row computes them: equal
+    to the last bit at equal weights, and slow.
+    """
     def __init__(
         self,
         *,
@@ -60,10 +65,11 @@ class CreateModelRequest(_message.Message):
         weight_delta: _builtins.bool = ...,
         compute_dtype: _builtins.str = ...,
         gradient_checkpointing: _builtins.bool = ...,
+        deterministic: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["compute_dtype", b"compute_dtype", "gradient_checkpointing", b"gradient_checkpointing", "model_id", b"model_id", "path", b"path", "seed", b"seed", "transport", b"transport", "weight_delta", b"weight_delta", "weight_dtype", b"weight_dtype"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["compute_dtype", b"compute_dtype", "deterministic", b"deterministic", "gradient_checkpointing", b"gradient_checkpointing", "model_id", b"model_id", "path", b"path", "seed", b"seed", "transport", b"transport", "weight_delta", b"weight_delta", "weight_dtype", b"weight_dtype"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -832,6 +838,7 @@ class LoadStateRequest(_message.Message):
     OP_ID_FIELD_NUMBER: _builtins.int
     COMPUTE_DTYPE_FIELD_NUMBER: _builtins.int
     GRADIENT_CHECKPOINTING_FIELD_NUMBER: _builtins.int
+    DETERMINISTIC_FIELD_NUMBER: _builtins.int
     model_id: _builtins.str
     """Model id."""
     path: _builtins.str
@@ -858,6 +865,8 @@ class LoadStateRequest(_message.Message):
     """Type of the passes, as in CreateModel."""
     gradient_checkpointing: _builtins.bool
     """Whether activations are computed again, as in CreateModel."""
+    deterministic: _builtins.bool
+    """Whether log-probs are computed one token at a time, as in CreateModel."""
     @_builtins.property
     def objects(self) -> _containers.RepeatedCompositeFieldContainer[_checkpoint_pb2.StoredObject]:
         """Objects of the checkpoint."""
@@ -878,10 +887,11 @@ class LoadStateRequest(_message.Message):
         op_id: _builtins.int = ...,
         compute_dtype: _builtins.str = ...,
         gradient_checkpointing: _builtins.bool = ...,
+        deterministic: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "compute_dtype", b"compute_dtype", "gradient_checkpointing", b"gradient_checkpointing", "model_id", b"model_id", "objects", b"objects", "op_id", b"op_id", "path", b"path", "seed", b"seed", "store_url", b"store_url", "transport", b"transport", "weight_delta", b"weight_delta", "weight_dtype", b"weight_dtype", "weights_only", b"weights_only"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "compute_dtype", b"compute_dtype", "deterministic", b"deterministic", "gradient_checkpointing", b"gradient_checkpointing", "model_id", b"model_id", "objects", b"objects", "op_id", b"op_id", "path", b"path", "seed", b"seed", "store_url", b"store_url", "transport", b"transport", "weight_delta", b"weight_delta", "weight_dtype", b"weight_dtype", "weights_only", b"weights_only"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
