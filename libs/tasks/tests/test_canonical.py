@@ -36,6 +36,19 @@ def test_answers_with_one_key_have_one_grade(first, second):
         assert len({(grade.outcome, grade.reward) for grade in grades}) == 1
 
 
+def test_the_surrogate_grades_phases_alike_in_any_order(task):
+    verifier = task.verifiers["surrogate"]
+    labels = [" ".join(phase.label) for phase in task.phases[:40]]
+    for index in range(8):
+        payload = task.truth(task.problem("heldout", index))
+        phases = [phase["label"] for phase in payload["phases"]] + labels[index * 3 : index * 3 + 2]
+        allowed = [phase for phase in phases if {*phase.split()} & {*payload["elements"]}]
+        for some in (phases, allowed, [phases[0], *allowed]):
+            texts = [answer(some), answer(some[::-1]), answer(sorted(some))]
+            assert len({verifier.canonical(payload, text) for text in texts}) == 1
+            assert len({(grade.outcome, grade.reward) for grade in verifier.grade(payload, texts)}) == 1
+
+
 @settings(max_examples=100, derandomize=True, deadline=None)
 @given(st.text(max_size=60))
 def test_no_text_breaks_a_form_and_a_canonical_text_is_its_own(text):
