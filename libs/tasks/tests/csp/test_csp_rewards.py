@@ -36,7 +36,7 @@ def in_p1(answer: str, multiples: tuple[int, int, int] = (1, 1, 1), shift: float
 
 @pytest.mark.usefixtures("chgnet")
 def test_every_known_structure_in_the_words_of_the_task_earns_most_of_the_reward(csp: CspTask) -> None:
-    for index in range(12):
+    for index in range(6):
         problem = csp.problem("heldout", index)
         for verifier in VERIFIERS:
             (grade,) = verifier.grade(csp.truth(problem), [csp.answer_words(problem)])

@@ -60,3 +60,13 @@ def test_a_shown_space_group_leaves_its_polymorphs_only(cache_dir: Path) -> None
         group = shown.references[problem.reference].phase.space_group
         assert f"sg{group}" in shown.prompt_words(problem)
         assert {row["space_group"] for row in shown.truth(problem)["known"]} == {group}
+
+
+def test_a_trial_uses_a_part_of_the_structures_and_the_words_of_all(cache_dir: Path, csp: CspTask) -> None:
+    small = CspTask.create(0, cache_dir, {"num_phases": 8})
+    assert [len(part) for part in small.parts] == [8, 2]
+    assert set(small.parts[0]) < set(csp.parts[0])
+    assert set(small.parts[1]) < set(csp.parts[1])
+    assert small.words == csp.words
+    with pytest.raises(InvalidOption, match="num_phases"):
+        CspTask.create(0, cache_dir, {"num_phases": -1})

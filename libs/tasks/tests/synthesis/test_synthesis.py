@@ -32,7 +32,6 @@ VERIFIERS = (RuleVerifier(), SurrogateVerifier(), FullVerifier())
 
 INVALID = {
     "empty": ("", "no <eos>"),
-    "100 MB": ("1 BaO " * 17_000_000, "characters"),
     "undecodable bytes": (b"1 \xff\xfe to 1 at 900 <eos>".decode(errors="surrogateescape"), "no precursor"),
     "the target as a precursor": ("1 BaTiO3 to 1 at 1400 <eos>", "no precursor on the list"),
     "negative amount": ("-1 BaO 1 TiO2 to 1 at 1400 <eos>", "no amount"),
@@ -70,6 +69,12 @@ def test_bad_answers_are_invalid_with_a_reason(verifier: Any, name: str) -> None
     assert reason in grade.detail["reason"]
     assert len(grade.detail["reason"]) < 200
     assert time.process_time() - start < 20, "a guard against hanging"
+
+
+def test_100_megabytes_are_refused_unread() -> None:
+    (grade,) = RuleVerifier().grade(TITANATE, ["1 BaO " * 17_000_000])
+    assert grade.outcome == "invalid"
+    assert "102000000 characters" in grade.detail["reason"]
 
 
 @pytest.mark.parametrize("verifier", VERIFIERS[1:], ids=lambda verifier: verifier.name)

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 
+from reflux_tasks.chemistry.subset import small_parts
 from reflux_tasks.csp.full import FullVerifier, RelaxedVerifier
 from reflux_tasks.csp.references import Reference, energies, load_references
 from reflux_tasks.csp.rule import RuleVerifier
@@ -29,10 +30,14 @@ class CspOptions:
 
     space_group_shown: bool = False
     """The prompt names the space group, and only polymorphs in it count."""
+    num_phases: int = 0
+    """Structures to train on, a fixed random choice, and a quarter as many held-out ones; 0 takes all. 8 is easy."""
     heldout_seed: int = 0
     """Seed of the held-out problems; apart from the run's seed, so that runs are judged on equal problems."""
 
     def __post_init__(self) -> None:
+        if self.num_phases < 0:
+            raise InvalidOption("num_phases", self.num_phases, "use 1 or more, or 0 for all")
         if self.heldout_seed < 0:
             raise InvalidOption("heldout_seed", self.heldout_seed, "use 0 or more")
 
@@ -87,7 +92,7 @@ class CspTask(Task[CspProblem]):
             key = composition_key(reference.amounts).encode()
             held_out = hashlib.blake2b(key, digest_size=4).digest()[0] % HELDOUT_SHARE == 0
             groups[held_out].append(place)
-        return groups
+        return small_parts(groups, self.options.num_phases)
 
     def problem(self, split: Split, index: int) -> CspProblem:
         if split not in _STREAMS or index < 0:

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 
+from reflux_tasks.chemistry.subset import small_parts
 from reflux_tasks.options import InvalidOption, parse_options
 from reflux_tasks.synthesis.answers import AND, AT, END, PAD, TO, Recipe, format_recipe
 from reflux_tasks.synthesis.dft import DftVerifier
@@ -41,12 +42,16 @@ class SynthesisOptions:
 
     max_struck: int = 2
     """Largest number of precursors that a problem takes from the shelf."""
+    num_phases: int = 0
+    """Targets to train on, a fixed random choice, and a quarter as many held-out ones; 0 takes all. 8 is easy."""
     heldout_seed: int = 0
     """Seed of the held-out problems; apart from the run's seed, so that runs are judged on equal problems."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.max_struck <= STRUCK_SLOTS:
             raise InvalidOption("max_struck", self.max_struck, f"use 0 to {STRUCK_SLOTS}")
+        if self.num_phases < 0:
+            raise InvalidOption("num_phases", self.num_phases, "use 1 or more, or 0 for all")
         if self.heldout_seed < 0:
             raise InvalidOption("heldout_seed", self.heldout_seed, "use 0 or more")
 
@@ -97,7 +102,7 @@ class SynthesisTask(Task[SynthesisProblem]):
         for target in TARGETS:
             held_out = hashlib.blake2b(target.encode(), digest_size=4).digest()[0] % HELDOUT_SHARE == 0
             groups[held_out].append(target)
-        return groups
+        return small_parts(groups, self.options.num_phases)
 
     def problem(self, split: Split, index: int) -> SynthesisProblem:
         if split not in _STREAMS or index < 0:
