@@ -16,7 +16,7 @@ from reflux_tasks.xrd.readers import UnreadablePattern, cut_and_rebin, mixture_t
 from reflux_tasks.xrd.refinement import Fit, PhaseFit, RefinementOptions
 from reflux_tasks.xrd.refinement_pool import RefinementPool
 from reflux_tasks.xrd.structure_files import Structure
-from reflux_tasks.xrd.validation import Kind, Scan, ScanResult, Trial, find_scans, replacements, resolve
+from reflux_tasks.xrd.validation import Kind, Scan, ScanResult, Trial, Validator, find_scans, replacements, resolve
 from reflux_tasks.xrd.validation_report import AT_LEAST, AT_MOST, missed, report
 from reflux_tasks.xrd.verdict import judge
 
@@ -164,6 +164,15 @@ def test_every_single_replacement_is_tried_once() -> None:
     found = replacements(("A", "B"), dict.fromkeys("ABCDE"))  # type: ignore[arg-type]
     assert len(found) == len(set(found)) == 6
     assert all(len({"A", "B"} & set(each)) == 1 for each in found)
+
+
+def test_the_true_phase_under_another_name_is_no_wrong_set(shipped: dict[str, Structure]) -> None:
+    pool = {name: shipped[name] for name in ("NiO", "ZnO", "TiO2")}
+    validator = Validator({**pool, "bunsenite": shipped["NiO"].under("bunsenite")}, RefinementPool(1), quick=True)
+    assert validator._is_wrong(("TiO2", "ZnO"), ("NiO", "ZnO"))
+    assert not validator._is_wrong(("bunsenite", "ZnO"), ("NiO", "ZnO"))
+    assert not validator._is_wrong(("NiO", "bunsenite"), ("NiO", "ZnO"))
+    assert not validator._is_wrong(("bunsenite", "NiO", "ZnO"), ("NiO", "ZnO"))
 
 
 SLEEPER = """

@@ -23,6 +23,7 @@ MAX_POINTS = 4000
 """Scans with more points are rebinned."""
 MAX_ANSWER_CHARACTERS = 200_000
 MAX_CANDIDATES = 200
+SAME = "a phase twice"
 _BLOCK = re.compile(r"^[ \t]*data_", re.MULTILINE | re.IGNORECASE)
 MEASURED_OPTIONS = RefinementOptions()
 """The recipe for measured patterns: Cu K-alpha, sample displacement, cells within 1.2 %."""
@@ -160,7 +161,7 @@ def _refusal(names: Sequence[str], candidates: Mapping[str, Structure], elements
     if len(names) > MAX_PHASES:
         return f"more than {MAX_PHASES} phases"
     if len(set(names)) < len(names):
-        return "a phase twice"
+        return SAME
     if any(name not in candidates for name in names):
         return "a phase that is no candidate"
     chosen = [candidates[name] for name in names]
@@ -176,7 +177,7 @@ def clash(one: Structure, other: Structure) -> str:
     the second phase only mends the shape of the peaks of the first.
     """
     if one.phase.formula == other.phase.formula and _first_match(one.primitive, {"same": other.primitive}):
-        return "a phase twice"
+        return SAME
     if one.phase.hall == other.phase.hall and sorted(one.phase.multiplicities) == sorted(other.phase.multiplicities):
         ratios = np.array(one.candidate.cell) / np.array(other.candidate.cell)
         if np.abs(ratios - 1).max() <= 2 * MEASURED_OPTIONS.cell_limit:

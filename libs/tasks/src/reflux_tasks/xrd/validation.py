@@ -8,14 +8,14 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import combinations, product
 from math import comb
 from pathlib import Path
 from typing import Literal
 
 from reflux_tasks.verify import VerificationError
 from reflux_tasks.xrd import profile_surrogate
-from reflux_tasks.xrd.measured import MEASURED_OPTIONS, clash, prepare
+from reflux_tasks.xrd.measured import MEASURED_OPTIONS, SAME, clash, prepare
 from reflux_tasks.xrd.profile import Profile
 from reflux_tasks.xrd.profile_surrogate import ProfileSurrogate, SurrogateScore
 from reflux_tasks.xrd.readers import SUFFIXES, UnreadablePattern, cut_and_rebin, mixture_truth, read_pattern
@@ -142,8 +142,8 @@ class Validator:
         self.candidates = candidates
         self.pool = pool
         self.quick = quick
-        pairs = combinations(candidates, 2)
-        self._clashes = {frozenset(pair) for pair in pairs if clash(candidates[pair[0]], candidates[pair[1]])}
+        pairs = {frozenset(pair): clash(*(candidates[name] for name in pair)) for pair in combinations(candidates, 2)}
+        self._clashes = {pair: reason for pair, reason in pairs.items() if reason}
 
     def run(self, scan: Scan, on_trial: Callable[[int, int], None] = lambda done, total: None) -> ScanResult:
         """Refines all sets of one scan; `on_trial` hears how many of how many are done."""
@@ -156,7 +156,7 @@ class Validator:
         milliseconds = 1000 * (time.process_time() - started) / (len(same_size) + 1)
         order = sorted(scores, key=lambda each: scores[each].profile_r)
         true, *wrong = self._trials(names, order, surrogate)
-        trials = [true, *(trial for trial in wrong if not self._refused(trial.names))]
+        trials = [true, *(trial for trial in wrong if self._is_wrong(trial.names, names))]
         judged = []
         refined = self.pool.refine_all(
             scan.refined, [self._structures(trial.names) for trial in trials], MEASURED_OPTIONS
@@ -168,9 +168,12 @@ class Validator:
         rank = order.index(frozenset(names)) + 1
         return ScanResult(scan, tuple(judged), scores[frozenset(names)], rank, len(scores), milliseconds)
 
-    def _refused(self, names: Sequence[str]) -> bool:
-        """The verifier refuses such a set before any refinement."""
-        return any(frozenset(pair) in self._clashes for pair in combinations(names, 2))
+    def _is_wrong(self, names: Sequence[str], true: Sequence[str]) -> bool:
+        """Whether a set is worth a refinement: the verifier would take it, and it is not the true one renamed."""
+        if any(frozenset(pair) in self._clashes for pair in combinations(names, 2)):
+            return False
+        others = [name for name in names if name not in true]
+        return not any(self._clashes.get(frozenset(pair)) == SAME for pair in product(others, true))
 
     def _structures(self, names: Sequence[str]) -> list[Candidate]:
         return [self.candidates[name].candidate for name in names]
