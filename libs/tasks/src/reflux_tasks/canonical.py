@@ -5,7 +5,7 @@ model wrote, in its own process. What takes more than that runs in a child (`Ver
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from math import gcd, lcm
 from typing import Literal, get_args
@@ -38,14 +38,19 @@ def text_form(form: TextForm, answer: str) -> str:
     return " ".join(words)
 
 
-def _sorted_parts(words: list[str]) -> list[str]:
+def split_parts(words: Sequence[str]) -> list[list[str]]:
+    """The parts between separators, at least one; any of them may be empty."""
     parts: list[list[str]] = [[]]
     for word in words:
         if word == SEPARATOR:
             parts.append([])
         else:
             parts[-1].append(word)
-    first, *rest = sorted(parts)
+    return parts
+
+
+def _sorted_parts(words: list[str]) -> list[str]:
+    first, *rest = sorted(split_parts(words))
     return [*first, *(word for part in rest for word in (SEPARATOR, *part))]
 
 

@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from reflux_tasks.canonical import END, MAX_WORDS, PAD, SEPARATOR
+from reflux_tasks.canonical import END, MAX_WORDS, PAD, SEPARATOR, split_parts
 
 _ELEMENT_TABLE = """
 H He Li Be B C N O F Ne Na Mg Al Si P S Cl Ar K Ca Sc Ti V Cr Mn Fe Co Ni Cu Zn Ga Ge As Se Br Kr Rb
@@ -50,17 +50,7 @@ def parse_answer(words: Sequence[str]) -> list[NamedPhase]:
     end = list(words).index(END)
     if any(word != PAD for word in words[end + 1 :]):
         raise InvalidAnswer(f"words after {END}")
-    return [_parse_phase(part) for part in _parts(words[:end])]
-
-
-def _parts(words: Sequence[str]) -> list[list[str]]:
-    parts: list[list[str]] = [[]]
-    for word in words:
-        if word == SEPARATOR:
-            parts.append([])
-        else:
-            parts[-1].append(word)
-    return parts
+    return [_parse_phase(part) for part in split_parts(words[:end])]
 
 
 def _parse_phase(words: Sequence[str]) -> NamedPhase:

@@ -25,6 +25,22 @@ class GradingSession(Protocol):
     async def grade(self, verifier: str, payload: str, answers: list[str]) -> dict[str, Any]: ...
 
 
+class OpenSession(ABC):
+    """A session that holds nothing: cancelling `grade` ends the work."""
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        return
+
+    @abstractmethod
+    async def grade(self, verifier: str, payload: str, answers: list[str]) -> dict[str, Any]:
+        """As in GradingSession."""
+
+
 class Backend(ABC):
     """One mechanism. `start` brings it up and raises StartupError when it is not set up rightly; a cluster or a server
     that is away at that time is no error, jobs wait for it until their deadline. `close` ends what is ours here."""

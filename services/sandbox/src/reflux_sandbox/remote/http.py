@@ -11,14 +11,13 @@ import logging
 import math
 import time
 import uuid
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import aiohttp
 
 from reflux_kit.errors import StartupError
 from reflux_sandbox.isolation.base import VerifierInfo
-from reflux_sandbox.remote.base import Backend, GradingSession
+from reflux_sandbox.remote.base import Backend, GradingSession, OpenSession
 from reflux_sandbox.remote.settings import HttpSettings
 
 log = logging.getLogger(__name__)
@@ -73,21 +72,13 @@ class HttpBackend(Backend):
         return HttpSession(self._client, self._servers[info.name])
 
 
-class HttpSession:
+class HttpSession(OpenSession):
     """Verifies the answers of a job in parallel; each ends for itself."""
 
     def __init__(self, client: aiohttp.ClientSession, server: HttpSettings) -> None:
         self._client = client
         self._server = server
         self._room = asyncio.Semaphore(server.parallel)
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        return
 
     async def grade(self, verifier: str, payload: str, answers: list[str]) -> dict[str, Any]:
         """`payload` is a JSON object, the row of the dataset. An answer that got no reward is infra_error, never 0."""

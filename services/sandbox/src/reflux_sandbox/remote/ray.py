@@ -11,13 +11,12 @@ import json
 import logging
 import os
 import sys
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from reflux_kit.errors import StartupError
 from reflux_sandbox.execution import SessionLost
 from reflux_sandbox.isolation.base import VerifierInfo
-from reflux_sandbox.remote.base import Backend, GradingSession
+from reflux_sandbox.remote.base import Backend, GradingSession, OpenSession
 from reflux_sandbox.remote.settings import RaySettings
 
 log = logging.getLogger(__name__)
@@ -141,20 +140,12 @@ class RayBackend(Backend):
         return f"; it last wrote: {self._last_line}" if self._last_line else ""
 
 
-class RaySession:
+class RaySession(OpenSession):
     """Jobs of one verifier on whatever grader is free."""
 
     def __init__(self, backend: RayBackend, info: VerifierInfo) -> None:
         self._backend = backend
         self._info = info
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        return
 
     async def grade(self, verifier: str, payload: str, answers: list[str]) -> dict[str, Any]:
         """As in GradingSession; cancelling the call ends the work on the node."""
