@@ -8,6 +8,8 @@ from small_models import SMALL, small
 
 from reflux_weightplan.errors import LayoutRefused
 from reflux_weightplan.families.base import Model, ModelTensor
+from reflux_weightplan.families.layouts import Parallelism, parallel
+from reflux_weightplan.naming.checkpoint import from_hugging_face, to_hugging_face
 from reflux_weightplan.naming.fused import merge, split
 from reflux_weightplan.naming.megatron import Names, Slot
 
@@ -119,3 +121,49 @@ def test_rows_that_are_no_whole_blocks_are_refused() -> None:
     members = Names(model).tensors(model.tensors)["decoder.layers.0.self_attention.linear_qkv.weight"]
     with pytest.raises(LayoutRefused, match="65 local rows"):
         split(np.zeros((65, 32), np.float32), members)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_moe"])
+def test_a_checkpoint_of_all_ranks_becomes_the_hugging_face_weights_and_back_bit_for_bit(family: str) -> None:
+    model = small(family)
+    generator = np.random.default_rng(6)
+    weights = {tensor.name: generator.standard_normal(tensor.shape).astype(np.float32) for tensor in model.tensors}
+    sizes = Parallelism(pipeline=STAGES, expert_groups=1 if model.experts else 0, tensor=TENSOR)
+    layout = parallel(model, sizes, engine="megatron", fused="megatron")
+    ranks = [Rank(stage, tensor, tensor) for stage in range(STAGES) for tensor in range(TENSOR)]
+    states = [interleave(model, rank, weights) for rank in ranks]
+    found = to_hugging_face(model, layout, states)
+    assert list(found) == [tensor.name for tensor in model.tensors]
+    for name, array in found.items():
+        np.testing.assert_array_equal(array, weights[name])
+    rows = model.tensors[0].shape[0] // TENSOR
+    for state, expected in zip(from_hugging_face(model, layout, weights, rows), states, strict=True):
+        assert set(state) == set(expected)
+        for name, array in state.items():
+            np.testing.assert_array_equal(array, expected[name])
+
+
+def test_a_padded_vocabulary_is_cut_and_filled_with_zeros() -> None:
+    model = small("llama")
+    weights = {tensor.name: np.ones(tensor.shape, np.float32) for tensor in model.tensors}
+    layout = parallel(model, Parallelism(tensor=TENSOR), engine="megatron", fused="megatron")
+    states = from_hugging_face(model, layout, weights, 160)
+    table = "embedding.word_embeddings.weight"
+    assert [state[table].shape[0] for state in states] == [160, 160]
+    assert [float(state[table].sum()) for state in states] == [128 * 32, 128 * 32]
+    np.testing.assert_array_equal(to_hugging_face(model, layout, states)["lm_head.weight"], weights["lm_head.weight"])
+
+
+def test_states_that_do_not_fit_the_layout_are_refused_by_name() -> None:
+    model = small("llama")
+    weights = {tensor.name: np.ones(tensor.shape, np.float32) for tensor in model.tensors}
+    layout = parallel(model, Parallelism(tensor=TENSOR), engine="megatron", fused="megatron")
+    states = from_hugging_face(model, layout, weights, 128)
+    with pytest.raises(LayoutRefused, match="1 states for a layout of 2 ranks"):
+        to_hugging_face(model, layout, states[:1])
+    states[1]["decoder.final_layernorm.weight"] = np.ones(3, np.float32)
+    with pytest.raises(LayoutRefused, match=r"final_layernorm.weight of rank 1 holds \[3\] of model.norm.weight"):
+        to_hugging_face(model, layout, states)
+    del states[1]["decoder.final_layernorm.weight"]
+    with pytest.raises(LayoutRefused, match=r"rank 1 lacks decoder.final_layernorm.weight"):
+        to_hugging_face(model, layout, states)
