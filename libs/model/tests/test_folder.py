@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from reflux_model.config import ModelConfig, config_from_hf
 from reflux_model.creation import CONFIG_FILE, WEIGHTS_FILE, create_folder, fourier_rows
 from reflux_model.errors import ModelFolderError, ParameterMismatchError, UnsupportedModelError
-from reflux_model.folder import INDEX_FILE, load_folder, save_folder
+from reflux_model.folder import INDEX_FILE, TOKENIZER_FILE, load_folder, save_folder
 from reflux_model.parameters import initial_parameters
 from reflux_model.shapes import num_parameters
 
@@ -148,3 +148,18 @@ def test_what_is_not_implemented_is_refused_by_name(change: dict[str, object], m
     }
     with pytest.raises(UnsupportedModelError, match=message):
         config_from_hf(base | change)
+
+
+def test_a_tokenizer_of_another_model_is_refused_by_its_ids(tmp_path: Path) -> None:
+    create_folder(tmp_path, CONFIG, 5)
+    fitting = {"model": {"vocab": {"a": 0, "b": CONFIG.vocab_size - 1}}, "added_tokens": [{"id": 2, "content": "c"}]}
+    (tmp_path / TOKENIZER_FILE).write_text(json.dumps(fitting))
+    load_folder(tmp_path)
+    for tokenizer in (
+        {"model": {"vocab": {"a": CONFIG.vocab_size}}},
+        {"model": {"vocab": [["a", -1.0]] * (CONFIG.vocab_size + 1)}},
+        {"model": {"vocab": {"a": 0}}, "added_tokens": [{"id": CONFIG.vocab_size, "content": "b"}]},
+    ):
+        (tmp_path / TOKENIZER_FILE).write_text(json.dumps(tokenizer))
+        with pytest.raises(ModelFolderError, match=f"ids up to {CONFIG.vocab_size}.*another model"):
+            load_folder(tmp_path)

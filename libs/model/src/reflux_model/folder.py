@@ -17,6 +17,7 @@ from reflux_model.parameters import check_parameters
 from reflux_model.shapes import parameter_shapes
 
 INDEX_FILE = "model.safetensors.index.json"
+TOKENIZER_FILE = "tokenizer.json"
 
 
 def save_folder(folder: Path, config: ModelConfig, params: Mapping[str, Tensor]) -> None:
@@ -51,10 +52,28 @@ def load_folder(folder: Path, *, dtype: torch.dtype = torch.float32) -> tuple[Mo
                 found |= {name: weights.get_tensor(name).to(dtype) for name in weights.keys()}  # noqa: SIM118
         except SafetensorError as error:
             raise ModelFolderError(f"{path} is not a complete safetensors file: {error}", str(path)) from error
+    check_tokenizer(folder, config)
     if config.tie_embeddings:
         found.pop("lm_head.weight", None)
     check_parameters(found, config)
     return config, {name: found[name] for name in parameter_shapes(config)}
+
+
+def check_tokenizer(folder: Path, config: ModelConfig) -> None:
+    """Raises `ModelFolderError` when the folder has a tokenizer with ids that the embedding lacks."""
+    path = folder / TOKENIZER_FILE
+    if not path.is_file():
+        return
+    content = _read_json(folder, TOKENIZER_FILE)
+    vocabulary = content.get("model", {}).get("vocab", {})
+    ids = [*vocabulary.values()] if isinstance(vocabulary, dict) else list(range(len(vocabulary)))
+    ids += [token["id"] for token in content.get("added_tokens", [])]
+    if ids and max(ids) >= config.vocab_size:
+        raise ModelFolderError(
+            f"{path} has token ids up to {max(ids)}, the model has {config.vocab_size} embeddings: it is that "
+            f"of another model; copy the one that came with {CONFIG_FILE}",
+            str(path),
+        )
 
 
 def _weight_files(folder: Path) -> list[Path]:

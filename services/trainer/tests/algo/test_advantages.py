@@ -11,7 +11,7 @@ from reflux_trainer.algo.gae import gae_advantages
 from reflux_trainer.algo.grpo import grpo_advantages
 from reflux_trainer.algo.leave_one_out import leave_one_out_statistics
 from reflux_trainer.algo.registry import ADVANTAGES, ALGORITHMS, Algorithm
-from reflux_trainer.algo.reinforce_pp import discounted_returns, whiten
+from reflux_trainer.algo.reinforce_pp import discounted_returns, reinforce_pp_advantages, whiten
 from reflux_trainer.algo.rewards import has_signal
 from reflux_trainer.algo.rloo import rloo_advantages
 
@@ -80,6 +80,14 @@ def test_whitening_uses_the_masked_tokens_only() -> None:
     whitened = whiten(values, mask)[mask]
     assert whitened.mean() == pytest.approx(0, abs=1e-9)
     assert whitened.std(ddof=1) == pytest.approx(1, abs=1e-6)
+
+
+def test_reinforce_pp_whitens_returns_over_the_whole_batch() -> None:
+    advantages = reinforce_pp_advantages([np.array([0.0, 1]), np.array([0.0, 0, 3])], gamma=0.5)
+    assert [each.size for each in advantages] == [2, 3]
+    flat = np.array([0.5, 1, 0.75, 1.5, 3])
+    close(np.concatenate(advantages), list((flat - flat.mean()) / flat.std(ddof=1)))
+    assert reinforce_pp_advantages([]) == []
 
 
 def test_gae_without_decay_is_the_return_minus_the_value() -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from reflux_trainer.algo.aggregation import AGGREGATIONS, Aggregation, token_weights
 from reflux_trainer.algo.corrections import effective_sample_share, importance_weights, masked, truncated
 from reflux_trainer.algo.grpo import grpo_advantages
-from reflux_trainer.algo.kl import kl_estimate
+from reflux_trainer.algo.kl import kl_estimate, penalised_rewards
 from reflux_trainer.algo.overlong import overlong_penalty
 from reflux_trainer.algo.rewards import has_signal
 
@@ -46,6 +46,11 @@ def test_kl_vectors() -> None:
     close(kl_estimate(logprobs, reference, "k1"), [-1, 14, 29])
     close(kl_estimate(logprobs, reference, "k2"), [0.5, 98, 420.5])
     close(kl_estimate(logprobs, reference, "k3"), [0.718282, 13.000001, 28])
+
+
+def test_kl_as_a_reward_costs_every_token_and_pays_the_last() -> None:
+    rewards = penalised_rewards(2.0, np.array([-1.0, -2, -1]), np.array([-1.5, -1, -1]), 0.1, "k1")
+    close(rewards, [-0.05, 0.1, 2.0])
 
 
 @given(st.floats(-1e4, 1e4), st.floats(-1e4, 1e4))

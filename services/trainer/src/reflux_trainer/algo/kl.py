@@ -20,3 +20,15 @@ def kl_estimate(
         return difference**2 / 2
     bounded = np.clip(difference, -clamp, clamp)
     return np.exp(bounded) - bounded - 1
+
+
+def penalised_rewards(
+    reward: float, logprobs_L: NDArray[np.float64], reference_L: NDArray[np.float64], beta: float, estimator: Estimator
+) -> NDArray[np.float64]:
+    """KL as a reward, one per token: -beta * KL at every token, and the response's reward at its last one.
+
+    In the loss the same estimators have a gradient of their own (`learner.losses.kl`); here they shape advantages.
+    """
+    rewards_L = -beta * kl_estimate(logprobs_L, reference_L, estimator)
+    rewards_L[-1] += reward
+    return rewards_L

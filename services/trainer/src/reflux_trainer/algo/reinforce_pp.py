@@ -1,5 +1,7 @@
 """REINFORCE++: discounted per-token returns, whitened over the global batch. arXiv 2501.03262."""
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -20,3 +22,14 @@ def whiten(values: NDArray[np.float64], mask: NDArray[np.bool_], eps: float = 1e
     if chosen.size < 2:
         return values
     return np.where(mask, (values - chosen.mean()) / (chosen.std(ddof=1) + eps), values)
+
+
+def reinforce_pp_advantages(rewards: Sequence[NDArray[np.float64]], gamma: float = 1.0) -> list[NDArray[np.float64]]:
+    """Advantages per token of every response of the *global* batch, from its rewards per token.
+
+    Every token's return is whitened over all tokens of all responses, so that no group and no critic is needed.
+    """
+    returns = [discounted_returns(rewards_L, gamma) for rewards_L in rewards]
+    flat = np.concatenate([np.zeros(0), *returns])
+    whitened = whiten(flat, np.ones(flat.size, bool))
+    return np.split(whitened, np.cumsum([each.size for each in returns])[:-1]) if returns else []
