@@ -16,6 +16,7 @@ from typing import Any
 
 from reflux_kit.errors import CapacityExhausted, Conflict
 from reflux_trainer.queue.client import RedisClient
+from reflux_trainer.tinker import metrics
 from reflux_trainer.tinker.blobs import Blobs
 from reflux_trainer.tinker.names import request_id
 from reflux_trainer.tinker.records import Progress
@@ -101,6 +102,7 @@ class FutureTable:
         if new < 0:
             raise Reused(f"sequence number {seq_id} of {owner} belongs to another request", seq_id=str(seq_id))
         self._pending[tenant] += new
+        metrics.OPEN.inc(new)
         return bool(new)
 
     async def payload(self, owner: str, seq_id: int) -> tuple[str, bytes] | None:
@@ -130,6 +132,8 @@ class FutureTable:
         await self._expire_blob(body)
         if ended and tenant is not None:
             self._pending[tenant.decode()] -= 1
+            metrics.OPEN.dec()
+            metrics.DONE.labels(outcome.failed or "done").inc()
             if not op_id and packed is not None:
                 await self._blobs.drop_packed([packed])
         if event := self._done.pop(request_id(owner, seq_id), None):
@@ -173,6 +177,7 @@ class FutureTable:
         """Open futures by owner, as an earlier process left them; counts them for their tenants."""
         found: dict[str, list[int]] = {}
         self._pending.clear()
+        metrics.OPEN.set(0)
         for raw in await self._redis.smembers(_OWNERS):
             owner = raw.decode()
             seqs = await self.open_seqs(owner)
@@ -180,6 +185,7 @@ class FutureTable:
                 await self._redis.srem(_OWNERS, owner)
                 continue
             found[owner] = seqs
+            metrics.OPEN.inc(len(seqs))
             for seq_id in seqs:
                 tenant = await self._redis.hget(_key(owner, f"f:{seq_id}"), "tenant")
                 self._pending[(tenant or b"").decode()] += 1

@@ -17,6 +17,7 @@ from reflux.trainer.v1 import learner_service_pb2 as learner_pb
 from reflux_kit.errors import InvalidRequest, ServiceError
 from reflux_storage.errors import StorageError
 from reflux_trainer.peers import Peers
+from reflux_trainer.tinker import metrics
 from reflux_trainer.tinker.calls import Call, Group, group_key, sampling_params, say, wish
 from reflux_trainer.tinker.catalog import Catalog
 from reflux_trainer.tinker.fleet import Fleet
@@ -158,6 +159,7 @@ class SamplingDesk:
                 self._wake()
         else:
             return
+        metrics.GROUP_SAMPLES.observe(len(samples))
         await self._deliver(group, samples)
 
     async def _deliver(self, group: Group, samples: Sequence[common_pb2.Sample]) -> None:
@@ -257,6 +259,7 @@ class SamplingDesk:
             try:
                 await self._link.ready()
                 await self._link.call(partial(_send, request, 2 * self._settings.sync_seconds + 10))
+                metrics.PUBLISHES.inc()
                 return version
             except LearnerGone as error:
                 say(group, f"the learner starts again ({error})", paused=True)

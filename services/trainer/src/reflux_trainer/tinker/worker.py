@@ -12,6 +12,7 @@ from redis.exceptions import RedisError
 from reflux.trainer.v1 import learner_service_pb2 as pb
 from reflux_kit.errors import InvalidRequest, NotFound, ServiceError, Unavailable
 from reflux_storage.errors import StorageError
+from reflux_trainer.tinker import metrics
 from reflux_trainer.tinker.blobs import Blobs
 from reflux_trainer.tinker.futures import FutureTable, Outcome
 from reflux_trainer.tinker.link import LearnerGone, LearnerLink, Refused
@@ -110,7 +111,8 @@ class ModelWorker:
 
     async def _step(self, progress: Progress, kind: str, payload: bytes) -> None:
         seq_id, op_id = progress.next_seq, progress.op_id + 1 if kind in CHANGES_STATE else 0
-        done = await self._attempted(progress, kind, payload, seq_id, op_id)
+        with metrics.OPERATION_SECONDS.labels(metrics.KINDS[kind]).time():
+            done = await self._attempted(progress, kind, payload, seq_id, op_id)
         after = self._operations.moved(progress, seq_id, done)
         # A load is covered by the state that it saved: it is not in the log.
         logged = done.op_id if kind != LOAD else 0
