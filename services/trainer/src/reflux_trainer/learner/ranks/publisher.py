@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from dataclasses import replace
 
 import torch
 from grpc.aio import Channel
@@ -31,6 +32,9 @@ class ShardedPublisher(WeightPublisher):
     """Rank 0's publisher; the ones of the other ranks do what it tells them."""
 
     def __init__(self, channel: Channel, model_id: str, config: ModelConfig, outlet: Outlet, group: RankGroup) -> None:
+        if outlet.delta:
+            log.warning("weight_delta is ignored: versions of several ranks are published in full")
+            outlet = replace(outlet, delta=False)
         self._group, self._dtype = group, outlet.dtype
         spread = spread_layout(config, outlet.dtype, len(group.pids) + 1)
         super().__init__(channel, model_id, {}, outlet, spread)
