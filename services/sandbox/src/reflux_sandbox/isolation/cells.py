@@ -22,7 +22,7 @@ class Cells:
     """Free numbers; each is with one child at a time. `open` makes the groups, `close` removes them."""
 
     def __init__(self, limits: ChildLimits) -> None:
-        self._limits = limits
+        self.limits = limits
         self._groups = _NO_GROUPS
         self._first_user_id = _first_user_id()
         self._free: list[int] = []
@@ -39,7 +39,7 @@ class Cells:
     def add(self, count: int) -> None:
         """Makes further cells; without permission to limit them they have no groups, and `reason` says why."""
         try:
-            self._groups.add(count, self._limits)
+            self._groups.add(count, self.limits)
         except OSError as error:
             self._groups.close()
             self._groups = CellGroups(reason=f"no cgroups: {error.strerror} ({error.filename})")

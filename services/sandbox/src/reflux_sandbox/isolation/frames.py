@@ -68,5 +68,5 @@ async def receive_async(reader: asyncio.StreamReader) -> dict[str, Any] | None:
     """Service side: the next frame; None when the child has closed or died."""
     try:
         return _decode(await reader.readexactly(_length(await reader.readexactly(_HEADER.size))))
-    except (asyncio.IncompleteReadError, ConnectionResetError):
+    except (asyncio.IncompleteReadError, ConnectionResetError, BrokenPipeError):
         return None

@@ -57,8 +57,12 @@ class GvisorIsolation(SpawnedIsolation):
             raise IsolationUnavailable("runsc is not installed (Debian package runsc)")
         if os.geteuid() != 0:
             raise IsolationUnavailable("runsc needs root for its mounts here")
+
+    async def start(self) -> None:
+        self.check()
         self._new_root = make_mount_point()
-        self._state = tempfile.mkdtemp(prefix=f"{Path(self._new_root).name}-state-")
+        self._state = _make_state_folder()
+        await super().start()
 
     def command(self, launch: Launch, config: PlainConfig) -> list[str]:
         inside = replace(config, around="gvisor", user_id=_NOBODY)
@@ -79,3 +83,12 @@ class GvisorIsolation(SpawnedIsolation):
         for folder in filter(None, (self._state, self._new_root)):
             shutil.rmtree(folder, ignore_errors=True)
         self._state = self._new_root = ""
+
+
+def _make_state_folder() -> str:
+    """Where runsc keeps notes on its sandboxes; those of services that were killed are removed on the way."""
+    for folder in Path(tempfile.gettempdir()).glob("reflux-runsc-*-*"):
+        owner = folder.name.split("-")[2]
+        if owner.isdigit() and not Path(f"/proc/{owner}").exists():
+            shutil.rmtree(folder, ignore_errors=True)
+    return tempfile.mkdtemp(prefix=f"reflux-runsc-{os.getpid()}-")

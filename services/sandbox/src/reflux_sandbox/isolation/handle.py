@@ -216,6 +216,8 @@ class ChildHandle:
         return await asyncio.shield(asyncio.create_task(self._end()))
 
     async def _end(self) -> Ending:
+        with contextlib.suppress(OSError):  # a child whose launcher is killed before it is tied to it waits for this
+            self._pipes.channel.shutdown(socket.SHUT_WR)
         self.kill()
         await self.until_dead()
         for drain in filter(None, (self.stdout, self.stderr, self._status)):
