@@ -6,7 +6,7 @@
     accepted gate, and R_wb <= 0.20: a set that stands by itself, without comparison with others
 
 R_wb and need are defined in rietveld_refine.py. R_wp or R_wb alone would reward surplus phases, because each one
-lowers them a little; a phase costs more than the largest such gain on measured mixtures (0.010).
+lowers them a little; a phase costs more than the largest such gain on measured mixtures (0.008).
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ import numpy as np
 from reflux_tasks.xrd.refinement import Fit, PhaseFit
 
 MIN_NEED = 0.35
-"""Between the largest need of a surplus phase (0.24) and the smallest of a true one of 10 % mass and more (0.49)."""
+"""Between the largest need of a surplus phase (0.20) and the smallest of a true one of 10 % mass and more (0.49)."""
 CELL_EDGE = 0.95
 """A cell length this close to its limit has run into it."""
 PHASE_PENALTY = 0.02
