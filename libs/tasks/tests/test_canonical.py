@@ -17,7 +17,7 @@ def answer(phases):
     return " <sep> ".join(phases) + " <eos>"
 
 
-@settings(max_examples=60, derandomize=True, deadline=None)
+@settings(max_examples=40, derandomize=True, deadline=None)
 @given(st.lists(st.sampled_from(PHASES), min_size=1, max_size=4), st.randoms(use_true_random=False))
 def test_the_order_of_phases_means_nothing_and_their_number_does(phases, random):
     shuffled = random.sample(phases, len(phases))
@@ -26,7 +26,7 @@ def test_the_order_of_phases_means_nothing_and_their_number_does(phases, random)
     assert text_form("parts", answer([*phases, phases[0]])) != text_form("parts", answer(phases))
 
 
-@settings(max_examples=150, derandomize=True, deadline=None)
+@settings(max_examples=80, derandomize=True, deadline=None)
 @given(*[st.lists(st.sampled_from([*PHASES, "Ti", "sg0", "<eos>", "<pad>"]), max_size=3)] * 2)
 def test_answers_with_one_key_have_one_grade(first, second):
     verifier = LabelVerifier()
@@ -39,7 +39,7 @@ def test_answers_with_one_key_have_one_grade(first, second):
 def test_the_surrogate_grades_phases_alike_in_any_order(task):
     verifier = task.verifiers["surrogate"]
     labels = [" ".join(phase.label) for phase in task.phases[:40]]
-    for index in range(8):
+    for index in range(3):
         payload = task.truth(task.problem("heldout", index))
         phases = [phase["label"] for phase in payload["phases"]] + labels[index * 3 : index * 3 + 2]
         allowed = [phase for phase in phases if {*phase.split()} & {*payload["elements"]}]
@@ -49,7 +49,7 @@ def test_the_surrogate_grades_phases_alike_in_any_order(task):
             assert len({(grade.outcome, grade.reward) for grade in verifier.grade(payload, texts)}) == 1
 
 
-@settings(max_examples=100, derandomize=True, deadline=None)
+@settings(max_examples=50, derandomize=True, deadline=None)
 @given(st.text(max_size=60))
 def test_no_text_breaks_a_form_and_a_canonical_text_is_its_own(text):
     for form in FORMS[:3]:
@@ -83,7 +83,7 @@ def test_what_is_no_formula_is_refused(text):
         reduced_formula(text)
 
 
-@settings(max_examples=100, derandomize=True, deadline=None)
+@settings(max_examples=50, derandomize=True, deadline=None)
 @given(st.text(alphabet=string.ascii_letters + string.digits + "()[].", max_size=20))
 def test_no_text_breaks_the_formula_parser(text):
     try:

@@ -3,6 +3,7 @@
 import dataclasses
 
 import pytest
+import pytest_asyncio
 
 from reflux_sandbox import keys
 from reflux_sandbox.isolation.base import VerifierInfo
@@ -10,6 +11,7 @@ from reflux_sandbox.isolation.process import ProcessIsolation
 from reflux_sandbox.jobs import JobSpec, answer_keys
 from reflux_sandbox.keys import AnswerKeys
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 OWN = VerifierInfo(
     name="test/own", version="1", fidelity="rule", trusted=True, cost_seconds=0.001, canonical_form="own"
 )
@@ -29,9 +31,8 @@ def spec(*answers, **changes):
     return JobSpec(**given)
 
 
-@pytest.fixture
-async def answer_keys_of(isolation_options, monkeypatch):
-    monkeypatch.setattr(keys, "_CHILD_SECONDS", 60.0)
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def answer_keys_of(isolation_options):
     isolation = ProcessIsolation(**isolation_options(graders="canonical_graders", idle_target=1, most_children=2))
     await isolation.start()
     made = AnswerKeys(isolation, 64 << 20)
@@ -41,6 +42,11 @@ async def answer_keys_of(isolation_options, monkeypatch):
 
     yield keys_of
     await isolation.close()
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch):
+    monkeypatch.setattr(keys, "_CHILD_SECONDS", 60.0)
 
 
 async def test_a_form_of_its_own_makes_answers_equal_and_no_text_can_pass_for_it(answer_keys_of):
@@ -68,6 +74,6 @@ async def test_text_forms_need_no_child():
         assert len(set(answer_keys(filled))) == count
 
 
-def test_verifier_version_and_payload_are_part_of_every_key():
+async def test_verifier_version_and_payload_are_part_of_every_key():
     made = [spec("a"), spec("a", verifier="test/b"), spec("a", version="2"), spec("a", payload='{"x":1}')]
     assert len({answer_keys(each)[0] for each in made}) == 4
