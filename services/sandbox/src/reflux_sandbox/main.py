@@ -13,7 +13,9 @@ from reflux_kit.server import Mount, Service, serve
 from reflux_sandbox import metrics
 from reflux_sandbox.code_runner import CodeRunner
 from reflux_sandbox.dispatcher import Dispatcher
+from reflux_sandbox.intake import Intake
 from reflux_sandbox.isolation.choose import open_isolation
+from reflux_sandbox.keys import AnswerKeys
 from reflux_sandbox.ladder.mount import open_ladders
 from reflux_sandbox.remote.choose import open_places
 from reflux_sandbox.remote.node import node_values
@@ -48,9 +50,10 @@ async def build(settings: SandboxSettings) -> AsyncIterator[Service]:
         limits = settings.dispatch_limits()
         work = Dispatcher(store, isolation, limits, route=places.route, elsewhere=places.verifiers)
         dispatcher = await stack.enter_async_context(work)
+        intake = Intake(store, dispatcher, AnswerKeys(isolation, settings.child_memory_bytes))
         runner = CodeRunner(isolation, settings.code_concurrency)
-        servicer = SandboxServicer(settings, store, dispatcher, runner, isolation, reasons)
-        ladders = await stack.enter_async_context(open_ladders(settings, client, store, dispatcher, isolation))
+        servicer = SandboxServicer(settings, store, dispatcher, runner, isolation, intake, reasons)
+        ladders = await stack.enter_async_context(open_ladders(settings, client, store, dispatcher, intake))
         sessions = await stack.enter_async_context(open_sessions(settings, isolation))
         yield Service((Mount(servicer, add_SandboxServiceServicer_to_server, SERVICE_NAME), ladders, sessions))
 

@@ -1,7 +1,6 @@
 """The gRPC face: translates messages, delegates, holds no policy."""
 
-import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from typing import Any
 
 from reflux.sandbox.v1 import sandbox_service_pb2 as pb
@@ -9,14 +8,13 @@ from reflux.sandbox.v1.sandbox_service_pb2_grpc import SandboxServiceServicer
 from reflux.sandbox.v1.verification_pb2 import Verification
 from reflux_kit import telemetry
 from reflux_kit.errors import CapacityExhausted, InvalidRequest, WrongState
-from reflux_sandbox import metrics
 from reflux_sandbox.code_runner import CodeRunner
-from reflux_sandbox.creation import CreationParser, default_deadline, parse_batch, parse_deadline, parse_group
+from reflux_sandbox.creation import default_deadline, parse_batch, parse_deadline, parse_group
 from reflux_sandbox.dispatcher import Dispatcher
 from reflux_sandbox.external import OutsideCallers
+from reflux_sandbox.intake import Intake
 from reflux_sandbox.isolation.base import Isolation
-from reflux_sandbox.jobs import Job, JobSpec
-from reflux_sandbox.keys import AnswerKeys
+from reflux_sandbox.jobs import JobSpec
 from reflux_sandbox.messages import parse_code, parse_name, parse_run, parse_uuid, to_code_response
 from reflux_sandbox.settings import SandboxSettings
 from reflux_sandbox.store import VerificationStore
@@ -49,6 +47,7 @@ class SandboxServicer(SandboxServiceServicer):
         dispatcher: Dispatcher,
         runner: CodeRunner,
         isolation: Isolation,
+        intake: Intake,
         reasons: list[str],
     ) -> None:
         self._settings = settings
@@ -57,38 +56,22 @@ class SandboxServicer(SandboxServiceServicer):
         self._runner = runner
         self._isolation = isolation
         self._reasons = reasons
-        self._keys = AnswerKeys(isolation, settings.child_memory_bytes)
+        self._intake = intake
         self._outside = OutsideCallers(store)
         self._watchers = 0
-
-    def _parser(self) -> CreationParser:
-        return CreationParser(self._dispatcher.verifiers, self._dispatcher.queue_of)
-
-    async def _create(self, specs: Sequence[JobSpec]) -> list[Job]:
-        filled = await asyncio.gather(*(self._with_keys(spec) for spec in specs))
-        created = await self._store.create_many(filled)
-        for spec, (how, _) in zip(specs, created, strict=True):
-            metrics.JOBS.labels(how).inc()
-            if how == "queued":
-                self._dispatcher.wake(spec.queue, spec.verifier)
-        return [job for _, job in created]
-
-    async def _with_keys(self, spec: JobSpec) -> JobSpec:
-        info = self._dispatcher.verifiers.get(spec.verifier)
-        return spec if info is None else await self._keys.filled(spec, info)  # external: each answer for itself
 
     async def CreateVerification(
         self, request: pb.CreateVerificationRequest, context: Any
     ) -> pb.CreateVerificationResponse:
         if not request.traceparent:
             request.traceparent = telemetry.traceparent()
-        (job,) = await self._create([self._parser().parse(request)])
+        (job,) = await self._intake.create([self._intake.parser().parse(request)])
         return pb.CreateVerificationResponse(verification=to_verification(job, with_token=True))
 
     async def BatchCreateVerifications(
         self, request: pb.BatchCreateVerificationsRequest, context: Any
     ) -> pb.BatchCreateVerificationsResponse:
-        jobs = await self._create(parse_batch(request, self._parser()))
+        jobs = await self._intake.create(parse_batch(request, self._intake.parser()))
         return pb.BatchCreateVerificationsResponse(
             verifications=[to_verification(job, with_token=True) for job in jobs]
         )
@@ -184,7 +167,7 @@ class SandboxServicer(SandboxServiceServicer):
         if not job.reason:
             raise WrongState(f"{request.name} is not a dead letter", state=job.state)
         payload, answers = await self._store.content(job.job_id)
-        info = self._parser().installed(job.verifier)
+        info = self._intake.parser().installed(job.verifier)
         spec = JobSpec(
             verifier=info.name,
             version=info.version,
@@ -201,7 +184,7 @@ class SandboxServicer(SandboxServiceServicer):
             sample_ids=job.sample_ids,
             cost_hint_seconds=job.cost_hint_seconds,
         )
-        (created,) = await self._create([spec])
+        (created,) = await self._intake.create([spec])
         await self._store.forget_dead_letter(job.job_id)
         return pb.RetryDeadLetterResponse(verification=to_verification(created))
 

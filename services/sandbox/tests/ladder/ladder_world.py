@@ -7,6 +7,7 @@ import uuid
 from types import SimpleNamespace
 
 from reflux.sandbox.v1 import ladder_service_pb2 as pb
+from reflux_sandbox.intake import Intake
 from reflux_sandbox.isolation.base import VerifierInfo
 from reflux_sandbox.jobs import Grade, JobEnd
 from reflux_sandbox.keys import AnswerKeys
@@ -14,6 +15,7 @@ from reflux_sandbox.ladder.door import JobDoor
 from reflux_sandbox.ladder.ladders import Ladders
 from reflux_sandbox.ladder.messages import parse_ladder
 from reflux_sandbox.ladder.store import LadderStore
+from reflux_sandbox.leases import stop_tasks
 from reflux_sandbox.reader import JobReader
 from reflux_sandbox.store import StoreLimits, VerificationStore
 
@@ -34,7 +36,7 @@ class World:
         dispatcher = SimpleNamespace(
             verifiers=VERIFIERS, queue_of=lambda info: info.fidelity, wake=self._wake, abandon=lambda job_id: None
         )
-        self.door = JobDoor(self.store, dispatcher, AnswerKeys(None, 1 << 20))
+        self.door = JobDoor(self.store, dispatcher, Intake(self.store, dispatcher, AnswerKeys(None, 1 << 20)))
         self.grader = grader
         self.graded = []
         """(fidelity, answer) in the order in which they ran."""
@@ -58,8 +60,7 @@ class World:
         try:
             yield
         finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+            await stop_tasks({task})
 
     async def _grade(self):
         while True:
@@ -95,7 +96,7 @@ class World:
 
     async def until(self, run, kind, count=1):
         """The events of a run when `count` of a kind are among them."""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while True:
                 events = await self.events(run)
                 if sum(event.WhichOneof("event") == kind for event in events) >= count:

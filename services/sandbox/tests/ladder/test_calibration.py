@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.stats import spearmanr
 
 from reflux_sandbox.ladder.calibration import Record, TrustLimits, figures, is_trusted, rank_correlation
 
@@ -17,8 +18,6 @@ def window(pairs, **changes):
 @given(REWARDS)
 @settings(max_examples=20, deadline=None)
 def test_equal_weights_give_spearmans_coefficient(pairs):
-    from scipy.stats import spearmanr
-
     cheap, full = np.array(pairs).T
     ours = rank_correlation(cheap, full, np.full(len(pairs), 3.0))
     if np.ptp(cheap) == 0 or np.ptp(full) == 0:

@@ -12,6 +12,7 @@ from reflux.sandbox.v1.verification_pb2 import Verification
 from reflux_sandbox.ladder.calibration import Record
 from reflux_sandbox.ladder.state import LadderState
 from reflux_sandbox.ladder.store import Commit
+from reflux_sandbox.leases import stop_tasks
 
 ALL = {"value_of_information": False}
 
@@ -191,10 +192,7 @@ async def deaths(world, run, seed, groups, monkeypatch):
                 while settled < groups and not dead.is_set():
                     await asyncio.sleep(0.005)
                     settled = kinds(await world.events(run)).count("settlement")
-                while creating:  # redis-py may swallow a cancellation that comes while it reads an answer: ask again
-                    for task in creating:
-                        task.cancel()
-                    creating = (await asyncio.wait(creating, timeout=0.1))[1]
+                await stop_tasks(creating)
     events = await world.events(run)
     told = Counter((e.group, e.WhichOneof("event"), e.correction.sample_id) for e in events)
     assert set(told.values()) == {1}

@@ -1,16 +1,13 @@
 """The ladder's way to verification jobs: the same store, cache and queues that every other caller uses."""
 
-import asyncio
 from collections.abc import Sequence
 from uuid import NAMESPACE_OID, uuid5
 
 from reflux.sandbox.v1 import sandbox_service_pb2 as pb
 from reflux_kit.errors import NotFound
-from reflux_sandbox import metrics
-from reflux_sandbox.creation import CreationParser
 from reflux_sandbox.dispatcher import Dispatcher
+from reflux_sandbox.intake import Intake
 from reflux_sandbox.jobs import Job, JobSpec
-from reflux_sandbox.keys import AnswerKeys
 from reflux_sandbox.ladder.release import Rung
 from reflux_sandbox.ladder.state import FULL, LadderSpec
 from reflux_sandbox.messages import parse_uuid
@@ -64,14 +61,14 @@ def ladder_job_id(spec: LadderSpec, key: Key) -> str:
 class JobDoor:
     """Creates, reads, orders and cancels jobs of ladders."""
 
-    def __init__(self, store: VerificationStore, dispatcher: Dispatcher, keys: AnswerKeys) -> None:
+    def __init__(self, store: VerificationStore, dispatcher: Dispatcher, intake: Intake) -> None:
         self._store = store
         self._dispatcher = dispatcher
-        self._keys = keys
+        self._intake = intake
 
     def parse(self, request: pb.CreateVerificationRequest) -> JobSpec:
         """Raises InvalidRequest or NotFound for what can never be graded."""
-        return CreationParser(self._dispatcher.verifiers, self._dispatcher.queue_of).parse(request)
+        return self._intake.parser().parse(request)
 
     def declared_cost_seconds(self, verifier: str) -> float:
         """CPU seconds per answer that a verifier declares; 1 when it declares none."""
@@ -80,25 +77,14 @@ class JobDoor:
 
     async def kinds(self, job: JobSpec) -> tuple[int, ...]:
         """Numbers of the different answers of a job; equal canonical answers have one."""
-        filled = await self._with_keys(job)
+        filled = await self._intake.with_canonical(job)
         texts = filled.canonical or filled.answers
         numbers = {text: number for number, text in enumerate(dict.fromkeys(texts))}
         return tuple(numbers[text] for text in texts)
 
     async def create(self, spec: LadderSpec, wanted: Sequence[tuple[Key, float]]) -> list[Job]:
         """Stores jobs with their priorities; those that exist stay. Raises CapacityExhausted."""
-        parsed = [self.parse(job_request(spec, key, priority)) for key, priority in wanted]
-        filled = await asyncio.gather(*(self._with_keys(each) for each in parsed))
-        created = await self._store.create_many(filled)
-        for each, (how, _) in zip(filled, created, strict=True):
-            metrics.JOBS.labels(how).inc()
-            if how == "queued":
-                self._dispatcher.wake(each.queue, each.verifier)
-        return [job for _, job in created]
-
-    async def _with_keys(self, job: JobSpec) -> JobSpec:
-        info = self._dispatcher.verifiers.get(job.verifier)
-        return job if info is None else await self._keys.filled(job, info)
+        return await self._intake.create([self.parse(job_request(spec, key, priority)) for key, priority in wanted])
 
     async def get_many(self, job_ids: Sequence[str]) -> list[Job | None]:
         """Jobs by id; None for one that was never created, or is kept no longer."""

@@ -21,6 +21,7 @@ from reflux_sandbox.ladder.runs import Runs
 from reflux_sandbox.ladder.settlement import is_over, settle
 from reflux_sandbox.ladder.state import Event, FullEnd, LadderSpec, LadderState
 from reflux_sandbox.ladder.store import Commit, LadderStore, Stored
+from reflux_sandbox.leases import stop_tasks
 from reflux_sandbox.reader import JobReader
 
 log = logging.getLogger(__name__)
@@ -54,11 +55,7 @@ class Ladders:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        tasks = {*self._tasks, *self._followers.values()}
-        while tasks:  # redis-py may swallow a cancellation that comes while it reads an answer: ask again
-            for task in tasks:
-                task.cancel()
-            tasks = (await asyncio.wait(tasks, timeout=_RETRY_SECONDS))[1]
+        await stop_tasks({*self._tasks, *self._followers.values()})
 
     def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         return asyncio.create_task(work)
@@ -227,7 +224,8 @@ class Ladders:
                 self._followers[run] = self._start(self._listen(run, position))
 
     async def _listen(self, run: str, position: str) -> None:
-        while True:
+        # Asked for as well, because redis-py may swallow a cancellation that comes while it reads an answer.
+        while self._followers.get(run) is asyncio.current_task():
             try:
                 ended, position = await self._ended.ended_since(run, position, _WAIT_MS)
             except RedisError as error:

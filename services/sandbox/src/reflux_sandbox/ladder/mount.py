@@ -9,8 +9,7 @@ from reflux.sandbox.v1.ladder_service_pb2_grpc import add_LadderServiceServicer_
 from reflux_kit.redis import open_redis
 from reflux_kit.server import Mount
 from reflux_sandbox.dispatcher import Dispatcher
-from reflux_sandbox.isolation.base import Isolation
-from reflux_sandbox.keys import AnswerKeys
+from reflux_sandbox.intake import Intake
 from reflux_sandbox.ladder.door import JobDoor
 from reflux_sandbox.ladder.ladders import Ladders
 from reflux_sandbox.ladder.servicer import MOST_WATCHERS, SERVICE_NAME, LadderServicer
@@ -29,12 +28,12 @@ async def open_ladders(
     client: redis.asyncio.Redis,
     jobs: VerificationStore,
     dispatcher: Dispatcher,
-    isolation: Isolation,
+    intake: Intake,
 ) -> AsyncIterator[Mount]:
     """Yields the service; ladders are at work until the block ends."""
     async with open_redis(settings.redis_url, max_connections=_MOST_RUNS + MOST_WATCHERS) as watching:
         store = LadderStore(client, watching, settings.keep_seconds)
-        door = JobDoor(jobs, dispatcher, AnswerKeys(isolation, settings.child_memory_bytes))
+        door = JobDoor(jobs, dispatcher, intake)
         async with Ladders(store, door, JobReader(client, watching, PREFIX)) as ladders:
             servicer = LadderServicer(ladders, store, door)
             yield Mount(servicer, add_LadderServiceServicer_to_server, SERVICE_NAME)
