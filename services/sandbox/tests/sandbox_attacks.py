@@ -242,7 +242,7 @@ os.wait()
     "fake verdict on every descriptor": Attack(
         """
 import os
-for fd in range(1, 256):
+for fd in range(256):
     for text in (b'0 0.0 0', b'\\x15\\0\\0\\0{"ended":[0,0.0,0]}'):
         try:
             os.write(fd, text)

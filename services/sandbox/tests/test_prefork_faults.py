@@ -30,7 +30,7 @@ def groups(isolation):
 
 
 def kill_at_random(isolation, dice):
-    """A template now and then, else one of its children: supervisor or worker, at work or not. Tells whether somebody died."""
+    """Kills a template now and then, else one of its children, at work or not; tells whether somebody died."""
     try:
         launcher = isolation.warm_parent_pid(dice.choice(FAMILIES))
     except AssertionError:  # it is being replaced

@@ -5,6 +5,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from sandbox_attacks import ATTACKS
 
 from reflux_sandbox.execution import CodeRequest, GradeSession, SessionLost, run_code
 from reflux_sandbox.isolation.base import IsolationUnavailable
@@ -47,6 +48,8 @@ async def test_work_is_done_and_its_end_is_told(isolation):
     done = await run(isolation, "import os; print(os.getuid() != 0, os.listdir('/box'), os.path.exists('/var/log'))")
     assert (done.status, done.stdout) == ("ok", b"True [] False\n"), done
     assert (await run(isolation, "raise SystemExit(3)")).exit_code == 3
+    assert (await run(isolation, "import os; os.fstat(0); os.fstat(3)")).stderr.strip().endswith(b"descriptor")
+    assert (await run(isolation, ATTACKS["fake verdict on every descriptor"].code)).exit_code == 3
     assert (await run(isolation, "open('f', 'wb').write(bytes(9 << 20))")).status == "disk"
     assert (await run(isolation, "import os; os.abort()")).exit_code == -6
     async with GradeSession(isolation, "grade", 256 << 20, 60, family="test") as session:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
-from reflux_sandbox.isolation import landlock, tree
+from reflux_sandbox.isolation import landlock, syscalls, tree
 from reflux_sandbox.isolation.base import IsolationUnavailable, Tier
 from reflux_sandbox.isolation.plain import PlainConfig
 from reflux_sandbox.isolation.spawned import Launch, SpawnedIsolation
@@ -63,6 +63,8 @@ class BwrapIsolation(SpawnedIsolation):
         return fixed + self.notes
 
     def check(self) -> None:
+        if not syscalls.supported():
+            raise IsolationUnavailable(f"no system call table for {os.uname().machine}")
         if shutil.which("bwrap") is None:
             raise IsolationUnavailable("bwrap is not installed (Debian package bubblewrap)")
         trial = subprocess.run([*self._wrapped, "/bin/true"], capture_output=True, text=True, timeout=30)

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from reflux_sandbox.isolation import syscalls
 from reflux_sandbox.isolation.base import ChildLimits, IsolationUnavailable, Tier
 from reflux_sandbox.isolation.cells import Cells
 from reflux_sandbox.isolation.plain import PlainConfig
@@ -53,6 +54,8 @@ class GvisorIsolation(SpawnedIsolation):
         return fixed + self.notes
 
     def check(self) -> None:
+        if not syscalls.supported():
+            raise IsolationUnavailable(f"no system call table for {os.uname().machine}")
         if shutil.which("runsc") is None:
             raise IsolationUnavailable("runsc is not installed (Debian package runsc)")
         if os.geteuid() != 0:
