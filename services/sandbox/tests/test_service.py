@@ -1,7 +1,6 @@
 """The gRPC face over a real server, real children and a real Valkey."""
 
 import asyncio
-import json
 import random
 import uuid
 
@@ -10,6 +9,7 @@ import pytest
 import pytest_asyncio
 from prometheus_client import generate_latest
 from pydantic import ValidationError
+from sandbox_calls import creation, ended, refusal
 
 from reflux.sandbox.v1 import sandbox_service_pb2 as pb
 from reflux.sandbox.v1.sandbox_service_pb2_grpc import SandboxServiceStub
@@ -56,32 +56,6 @@ def stub(channel):
 @pytest.fixture
 def run():
     return f"run-{uuid.uuid4().hex[:8]}"
-
-
-def creation(run, verifier="test/length", answers=("a", "bb"), **changes):
-    fields = {
-        "request_id": str(uuid.uuid4()),
-        "verifier": verifier,
-        "payload": json.dumps({"of": run}).encode(),
-        "answers": answers,
-        "run": run,
-    }
-    return pb.CreateVerificationRequest(**(fields | changes))
-
-
-async def ended(stub, name):
-    for _ in range(2000):
-        job = (await stub.GetVerification(pb.GetVerificationRequest(name=name))).verification
-        if job.state == Verification.STATE_ENDED:
-            return job
-        await asyncio.sleep(0.01)
-    pytest.fail(f"{name} did not end")
-
-
-async def refusal(call):
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await call
-    return caught.value
 
 
 async def test_a_watcher_gets_the_grades_of_a_created_job(stub, run):
