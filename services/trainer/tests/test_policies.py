@@ -12,7 +12,7 @@ from reflux_kit.errors import WrongState
 from reflux_runs import config
 from reflux_runs.config import Algorithm, RlConfig, RunConfig
 from reflux_runs.preflight import derive
-from reflux_trainer.advantages import loss_config, training_batch
+from reflux_trainer.advantages import advantages_of, loss_config, training_batch
 from reflux_trainer.algo.registry import Algorithm as Known
 from reflux_trainer.backlog import Backlog, closing_of
 from reflux_trainer.consume import explain
@@ -182,6 +182,21 @@ def test_the_aggregation_follows_the_method():
     assert found["grpo", "ppo"].aggregation == "token_mean"
     assert (found["dr_grpo", "ppo"].aggregation, found["dr_grpo", "ppo"].constant_length) == ("constant", 7)
     assert found["grpo", "gspo"].aggregation == found["dr_grpo", "gspo"].aggregation == "sequence_mean"
+
+
+def test_a_run_may_truncate_importance_weights_and_pass_in_gspo_token():
+    assert loss_config(RlConfig(tis_cap=2.0)).tis_cap == 2.0
+    assert loss_config(RlConfig(loss="gspo_token")).aggregation == "sequence_mean"
+
+
+def test_answers_that_are_nearly_too_long_lose_reward_and_unknown_ones_stay_unknown():
+    one = group(0, (1.0, 1.0, None))
+    lengths = (2, 8, 8)
+    samples = [replace(sample, token_ids=[5] * n) for sample, n in zip(one.samples, lengths, strict=True)]
+    shaped = RlConfig(algorithm="dr_grpo", max_tokens=8, overlong_buffer=4, overlong_penalty=0.5)
+    asked = replace(one, samples=samples)
+    assert advantages_of(asked, shaped) == pytest.approx([0.25, -0.25, 0.0])
+    assert not advantages_of(asked, RlConfig(algorithm="dr_grpo", max_tokens=8)).any()
 
 
 def test_the_largest_batch_that_a_run_file_may_ask_for_fits_its_bound():

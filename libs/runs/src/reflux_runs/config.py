@@ -11,7 +11,7 @@ Rate = Annotated[float, Field(gt=0.0, le=1.0)]
 Seconds = Annotated[float, Field(gt=0.0, le=86_400.0)]
 
 Algorithm = Literal["grpo", "dr_grpo", "rloo", "leave_one_out"]
-Loss = Literal["ppo", "dual_clip", "reinforce", "cispo", "gspo", "importance_sampling"]
+Loss = Literal["ppo", "dual_clip", "reinforce", "cispo", "gspo", "gspo_token", "importance_sampling", "decoupled_ppo"]
 Staleness = Literal["wait", "pace", "drop"]
 Release = Literal["full", "surrogate"]
 Transport = Literal["auto", "shm", "ucx", "tcp", "nixl"]
@@ -66,6 +66,12 @@ class ModelConfig(_Section):
     intermediate_size: Count = 336
     """Width of the feed-forward layer."""
 
+    compute_dtype: WeightDtype = "float32"
+    """Type of the learner's passes; weights, gradients and moments stay float32."""
+
+    gradient_checkpointing: bool = False
+    """Computes activations again in the backward pass instead of keeping them: less memory, a third more time."""
+
 
 class WarmupConfig(_Section):
     """Supervised stage before reinforcement learning: right answers to the task's warm-up problems."""
@@ -91,7 +97,7 @@ class RlConfig(_Section):
     length `max_tokens` (arXiv 2503.20783); the others average over all tokens of the batch."""
 
     loss: Loss = "ppo"
-    """Policy loss per token. `gspo` averages over the tokens of each answer first, then over the answers
+    """Policy loss per token. `gspo` and `gspo_token` average over the tokens of each answer, then over the answers
     (arXiv 2507.18071), whatever the algorithm."""
 
     steps: Count = 150
@@ -132,6 +138,17 @@ class RlConfig(_Section):
 
     clip_high: Annotated[float, Field(ge=0.0, le=10.0)] = 0.2
     """Upper clip width: the probability ratio is clipped at 1 + clip_high."""
+
+    tis_cap: Annotated[float, Field(ge=0.0, le=1e6)] = 0.0
+    """Above 0: each token's loss is multiplied by exp(lp_learner - lp_sampler), at most this, and the ratio is taken to
+    the learner's policy at the start of the step (arXiv 2110.00641). 2 is usual."""
+
+    overlong_buffer: CountOrZero = 0
+    """Above 0: answers of the last so many tokens before `max_tokens` lose reward, linearly up to `overlong_penalty`
+    (DAPO, arXiv 2503.14476). Which groups have something to teach is decided on the rewards before."""
+
+    overlong_penalty: Annotated[float, Field(ge=0.0, le=1e6)] = 1.0
+    """Reward that an answer of `max_tokens` loses."""
 
     temperature: Annotated[float, Field(gt=0.0, le=10.0)] = 1.0
     """Sampling temperature of training answers; evaluation is greedy."""
@@ -242,6 +259,10 @@ class RunConfig(_Section):
 
     seed: Annotated[int, Field(ge=0, lt=2**62)] = 0
     """Seed of data, initialisation and sampling."""
+
+    deterministic: bool = False
+    """For audits: the run repeats bit for bit on the same machine, whatever is killed on the way, and the learner's
+    log-probs equal the engines' exactly. Engines decode one sequence at a time: slow. Needs `rl.max_lag = 0`."""
 
     task: TaskConfig = TaskConfig()
     model: ModelConfig = ModelConfig()

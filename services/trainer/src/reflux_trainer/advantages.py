@@ -6,14 +6,22 @@ import numpy as np
 
 from reflux.trainer.v1 import learner_service_pb2 as pb
 from reflux_runs.config import RlConfig
+from reflux_trainer.algo.overlong import overlong_penalty
 from reflux_trainer.algo.registry import ADVANTAGES
 from reflux_trainer.backlog import rewards_of
 from reflux_trainer.queue.records import Group
 
 
 def advantages_of(group: Group, config: RlConfig) -> np.ndarray:
-    """Advantages [samples]; 0 where the reward is unknown."""
-    return ADVANTAGES[config.algorithm](rewards_of(group))
+    """Advantages [samples] of the shaped rewards; 0 where the reward is unknown."""
+    rewards = rewards_of(group)
+    if config.overlong_buffer:
+        lengths = np.array([len(sample.token_ids) for sample in group.samples], np.int64)
+        factor = config.overlong_penalty
+        rewards = rewards + overlong_penalty(
+            lengths, max_length=config.max_tokens, buffer=config.overlong_buffer, factor=factor
+        )
+    return ADVANTAGES[config.algorithm](rewards)
 
 
 def loss_config(config: RlConfig) -> pb.LossConfig:
@@ -22,8 +30,8 @@ def loss_config(config: RlConfig) -> pb.LossConfig:
     GSPO is a mean over answers of a mean over their tokens (arXiv 2507.18071), Dr. GRPO divides by a constant length
     (arXiv 2503.20783), everything else by the number of the batch's tokens (DAPO, arXiv 2503.14476).
     """
-    loss = pb.LossConfig(name=config.loss, clip_low=config.clip_low, clip_high=config.clip_high)
-    if config.loss == "gspo":
+    loss = pb.LossConfig(name=config.loss, clip_low=config.clip_low, clip_high=config.clip_high, tis_cap=config.tis_cap)
+    if config.loss in ("gspo", "gspo_token"):
         loss.aggregation = "sequence_mean"
     elif config.algorithm == "dr_grpo":
         loss.aggregation, loss.constant_length = "constant", config.max_tokens

@@ -150,6 +150,9 @@ class Assembly:
             transport=fleet.transport,
             weight_dtype=fleet.weight_dtype,
             weight_delta=fleet.weight_delta,
+            compute_dtype=config.model.compute_dtype,
+            gradient_checkpointing=config.model.gradient_checkpointing,
+            deterministic=config.deterministic,
         )
         return LearnerClient(
             source,

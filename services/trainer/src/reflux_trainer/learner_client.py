@@ -57,6 +57,9 @@ class ModelSource:
     transport: str
     weight_dtype: str = "float32"
     weight_delta: bool = False
+    compute_dtype: str = "float32"
+    gradient_checkpointing: bool = False
+    deterministic: bool = False
 
 
 class LearnerClient:
@@ -199,6 +202,9 @@ class LearnerClient:
             transport=source.transport,
             weight_dtype=source.weight_dtype,
             weight_delta=source.weight_delta,
+            compute_dtype=source.compute_dtype,
+            gradient_checkpointing=source.gradient_checkpointing,
+            deterministic=source.deterministic,
         )
         await stub.CreateModel(request, timeout=_LOAD_SECONDS)
         return 0
@@ -214,6 +220,9 @@ class LearnerClient:
             seed=self._source.seed,
             weight_dtype=self._source.weight_dtype,
             weight_delta=self._source.weight_delta,
+            compute_dtype=self._source.compute_dtype,
+            gradient_checkpointing=self._source.gradient_checkpointing,
+            deterministic=self._source.deterministic,
         )
         return (await stub.LoadState(loading, timeout=_LOAD_SECONDS)).op_id
 

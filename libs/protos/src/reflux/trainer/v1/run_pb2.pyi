@@ -141,10 +141,13 @@ class RunConfig(_message.Message):
     EVALUATION_FIELD_NUMBER: _builtins.int
     CHECKPOINT_FIELD_NUMBER: _builtins.int
     FLEET_FIELD_NUMBER: _builtins.int
+    DETERMINISTIC_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Short name; the run id is derived from it."""
     seed: _builtins.int
     """Seed of data, initialisation and sampling."""
+    deterministic: _builtins.bool
+    """Whether the run repeats bit for bit."""
     @_builtins.property
     def task(self) -> Global___TaskConfig:
         """What to learn."""
@@ -185,13 +188,19 @@ class RunConfig(_message.Message):
         evaluation: Global___EvaluationConfig | None = ...,
         checkpoint: Global___CheckpointConfig | None = ...,
         fleet: Global___FleetConfig | None = ...,
+        deterministic: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "checkpoint", b"checkpoint", "evaluation", b"evaluation", "fleet", b"fleet", "model", b"model", "rl", b"rl", "seed", b"seed", "task", b"task", "warmup", b"warmup"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_deterministic", b"_deterministic", "_seed", b"_seed", "checkpoint", b"checkpoint", "deterministic", b"deterministic", "evaluation", b"evaluation", "fleet", b"fleet", "model", b"model", "rl", b"rl", "seed", b"seed", "task", b"task", "warmup", b"warmup"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "checkpoint", b"checkpoint", "evaluation", b"evaluation", "fleet", b"fleet", "model", b"model", "name", b"name", "rl", b"rl", "seed", b"seed", "task", b"task", "warmup", b"warmup"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_deterministic", b"_deterministic", "_seed", b"_seed", "checkpoint", b"checkpoint", "deterministic", b"deterministic", "evaluation", b"evaluation", "fleet", b"fleet", "model", b"model", "name", b"name", "rl", b"rl", "seed", b"seed", "task", b"task", "warmup", b"warmup"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__deterministic: _TypeAlias = _typing.Literal["deterministic"]  # noqa: Y015
+    _WhichOneofArgType__deterministic: _TypeAlias = _typing.Literal["_deterministic", b"_deterministic"]  # noqa: Y015
     _WhichOneofReturnType__seed: _TypeAlias = _typing.Literal["seed"]  # noqa: Y015
     _WhichOneofArgType__seed: _TypeAlias = _typing.Literal["_seed", b"_seed"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__deterministic) -> _WhichOneofReturnType__deterministic | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__seed) -> _WhichOneofReturnType__seed | None: ...
 
 Global___RunConfig: _TypeAlias = RunConfig  # noqa: Y015
@@ -256,6 +265,8 @@ class ModelConfig(_message.Message):
     NUM_LAYERS_FIELD_NUMBER: _builtins.int
     NUM_HEADS_FIELD_NUMBER: _builtins.int
     INTERMEDIATE_SIZE_FIELD_NUMBER: _builtins.int
+    COMPUTE_DTYPE_FIELD_NUMBER: _builtins.int
+    GRADIENT_CHECKPOINTING_FIELD_NUMBER: _builtins.int
     path: _builtins.str
     """Folder in Hugging Face layout; empty initialises a fresh model of the sizes below."""
     hidden_size: _builtins.int
@@ -266,6 +277,10 @@ class ModelConfig(_message.Message):
     """Attention heads."""
     intermediate_size: _builtins.int
     """Width of the feed-forward layer."""
+    compute_dtype: _builtins.str
+    """Type of the learner's passes: "float32" or "bfloat16"."""
+    gradient_checkpointing: _builtins.bool
+    """Whether the learner computes activations again instead of keeping them."""
     def __init__(
         self,
         *,
@@ -274,11 +289,17 @@ class ModelConfig(_message.Message):
         num_layers: _builtins.int | None = ...,
         num_heads: _builtins.int | None = ...,
         intermediate_size: _builtins.int | None = ...,
+        compute_dtype: _builtins.str | None = ...,
+        gradient_checkpointing: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_hidden_size", b"_hidden_size", "_intermediate_size", b"_intermediate_size", "_num_heads", b"_num_heads", "_num_layers", b"_num_layers", "_path", b"_path", "hidden_size", b"hidden_size", "intermediate_size", b"intermediate_size", "num_heads", b"num_heads", "num_layers", b"num_layers", "path", b"path"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_compute_dtype", b"_compute_dtype", "_gradient_checkpointing", b"_gradient_checkpointing", "_hidden_size", b"_hidden_size", "_intermediate_size", b"_intermediate_size", "_num_heads", b"_num_heads", "_num_layers", b"_num_layers", "_path", b"_path", "compute_dtype", b"compute_dtype", "gradient_checkpointing", b"gradient_checkpointing", "hidden_size", b"hidden_size", "intermediate_size", b"intermediate_size", "num_heads", b"num_heads", "num_layers", b"num_layers", "path", b"path"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_hidden_size", b"_hidden_size", "_intermediate_size", b"_intermediate_size", "_num_heads", b"_num_heads", "_num_layers", b"_num_layers", "_path", b"_path", "hidden_size", b"hidden_size", "intermediate_size", b"intermediate_size", "num_heads", b"num_heads", "num_layers", b"num_layers", "path", b"path"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_compute_dtype", b"_compute_dtype", "_gradient_checkpointing", b"_gradient_checkpointing", "_hidden_size", b"_hidden_size", "_intermediate_size", b"_intermediate_size", "_num_heads", b"_num_heads", "_num_layers", b"_num_layers", "_path", b"_path", "compute_dtype", b"compute_dtype", "gradient_checkpointing", b"gradient_checkpointing", "hidden_size", b"hidden_size", "intermediate_size", b"intermediate_size", "num_heads", b"num_heads", "num_layers", b"num_layers", "path", b"path"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__compute_dtype: _TypeAlias = _typing.Literal["compute_dtype"]  # noqa: Y015
+    _WhichOneofArgType__compute_dtype: _TypeAlias = _typing.Literal["_compute_dtype", b"_compute_dtype"]  # noqa: Y015
+    _WhichOneofReturnType__gradient_checkpointing: _TypeAlias = _typing.Literal["gradient_checkpointing"]  # noqa: Y015
+    _WhichOneofArgType__gradient_checkpointing: _TypeAlias = _typing.Literal["_gradient_checkpointing", b"_gradient_checkpointing"]  # noqa: Y015
     _WhichOneofReturnType__hidden_size: _TypeAlias = _typing.Literal["hidden_size"]  # noqa: Y015
     _WhichOneofArgType__hidden_size: _TypeAlias = _typing.Literal["_hidden_size", b"_hidden_size"]  # noqa: Y015
     _WhichOneofReturnType__intermediate_size: _TypeAlias = _typing.Literal["intermediate_size"]  # noqa: Y015
@@ -289,6 +310,10 @@ class ModelConfig(_message.Message):
     _WhichOneofArgType__num_layers: _TypeAlias = _typing.Literal["_num_layers", b"_num_layers"]  # noqa: Y015
     _WhichOneofReturnType__path: _TypeAlias = _typing.Literal["path"]  # noqa: Y015
     _WhichOneofArgType__path: _TypeAlias = _typing.Literal["_path", b"_path"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__compute_dtype) -> _WhichOneofReturnType__compute_dtype | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__gradient_checkpointing) -> _WhichOneofReturnType__gradient_checkpointing | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__hidden_size) -> _WhichOneofReturnType__hidden_size | None: ...
     @_typing.overload
@@ -380,6 +405,9 @@ class RlConfig(_message.Message):
     RELEASE_FIELD_NUMBER: _builtins.int
     SURROGATE_FIELD_NUMBER: _builtins.int
     CORRECTION_LAG_FIELD_NUMBER: _builtins.int
+    TIS_CAP_FIELD_NUMBER: _builtins.int
+    OVERLONG_BUFFER_FIELD_NUMBER: _builtins.int
+    OVERLONG_PENALTY_FIELD_NUMBER: _builtins.int
     algorithm: _builtins.str
     """Advantage estimator, for example "grpo"."""
     loss: _builtins.str
@@ -426,6 +454,12 @@ class RlConfig(_message.Message):
     """Verifier whose rewards are provisional when release is "surrogate"."""
     correction_lag: _builtins.int
     """Versions behind the learner's after which a late reward is dropped."""
+    tis_cap: _builtins.float
+    """Truncation of the weight exp(lp_learner - lp_sampler) of each token's loss; 0 turns it off."""
+    overlong_buffer: _builtins.int
+    """Tokens before max_tokens from which on answers lose reward; 0 turns it off."""
+    overlong_penalty: _builtins.float
+    """Reward that an answer of max_tokens loses."""
     def __init__(
         self,
         *,
@@ -452,10 +486,13 @@ class RlConfig(_message.Message):
         release: _builtins.str | None = ...,
         surrogate: _builtins.str | None = ...,
         correction_lag: _builtins.int | None = ...,
+        tis_cap: _builtins.float | None = ...,
+        overlong_buffer: _builtins.int | None = ...,
+        overlong_penalty: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_algorithm", b"_algorithm", "_batch_size", b"_batch_size", "_clip_high", b"_clip_high", "_clip_low", b"_clip_low", "_correction_lag", b"_correction_lag", "_final_lr_fraction", b"_final_lr_fraction", "_groups_per_step", b"_groups_per_step", "_learning_rate", b"_learning_rate", "_loss", b"_loss", "_max_grad_norm", b"_max_grad_norm", "_max_lag", b"_max_lag", "_max_tokens", b"_max_tokens", "_no_progress_seconds", b"_no_progress_seconds", "_oversampling", b"_oversampling", "_ramp_steps", b"_ramp_steps", "_release", b"_release", "_samples_per_group", b"_samples_per_group", "_staleness", b"_staleness", "_steps", b"_steps", "_surrogate", b"_surrogate", "_temperature", b"_temperature", "_verifier", b"_verifier", "_verify_seconds", b"_verify_seconds", "algorithm", b"algorithm", "batch_size", b"batch_size", "clip_high", b"clip_high", "clip_low", b"clip_low", "correction_lag", b"correction_lag", "final_lr_fraction", b"final_lr_fraction", "groups_per_step", b"groups_per_step", "learning_rate", b"learning_rate", "loss", b"loss", "max_grad_norm", b"max_grad_norm", "max_lag", b"max_lag", "max_tokens", b"max_tokens", "no_progress_seconds", b"no_progress_seconds", "oversampling", b"oversampling", "ramp_steps", b"ramp_steps", "release", b"release", "samples_per_group", b"samples_per_group", "staleness", b"staleness", "steps", b"steps", "surrogate", b"surrogate", "temperature", b"temperature", "verifier", b"verifier", "verify_seconds", b"verify_seconds"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_algorithm", b"_algorithm", "_batch_size", b"_batch_size", "_clip_high", b"_clip_high", "_clip_low", b"_clip_low", "_correction_lag", b"_correction_lag", "_final_lr_fraction", b"_final_lr_fraction", "_groups_per_step", b"_groups_per_step", "_learning_rate", b"_learning_rate", "_loss", b"_loss", "_max_grad_norm", b"_max_grad_norm", "_max_lag", b"_max_lag", "_max_tokens", b"_max_tokens", "_no_progress_seconds", b"_no_progress_seconds", "_overlong_buffer", b"_overlong_buffer", "_overlong_penalty", b"_overlong_penalty", "_oversampling", b"_oversampling", "_ramp_steps", b"_ramp_steps", "_release", b"_release", "_samples_per_group", b"_samples_per_group", "_staleness", b"_staleness", "_steps", b"_steps", "_surrogate", b"_surrogate", "_temperature", b"_temperature", "_tis_cap", b"_tis_cap", "_verifier", b"_verifier", "_verify_seconds", b"_verify_seconds", "algorithm", b"algorithm", "batch_size", b"batch_size", "clip_high", b"clip_high", "clip_low", b"clip_low", "correction_lag", b"correction_lag", "final_lr_fraction", b"final_lr_fraction", "groups_per_step", b"groups_per_step", "learning_rate", b"learning_rate", "loss", b"loss", "max_grad_norm", b"max_grad_norm", "max_lag", b"max_lag", "max_tokens", b"max_tokens", "no_progress_seconds", b"no_progress_seconds", "overlong_buffer", b"overlong_buffer", "overlong_penalty", b"overlong_penalty", "oversampling", b"oversampling", "ramp_steps", b"ramp_steps", "release", b"release", "samples_per_group", b"samples_per_group", "staleness", b"staleness", "steps", b"steps", "surrogate", b"surrogate", "temperature", b"temperature", "tis_cap", b"tis_cap", "verifier", b"verifier", "verify_seconds", b"verify_seconds"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_algorithm", b"_algorithm", "_batch_size", b"_batch_size", "_clip_high", b"_clip_high", "_clip_low", b"_clip_low", "_correction_lag", b"_correction_lag", "_final_lr_fraction", b"_final_lr_fraction", "_groups_per_step", b"_groups_per_step", "_learning_rate", b"_learning_rate", "_loss", b"_loss", "_max_grad_norm", b"_max_grad_norm", "_max_lag", b"_max_lag", "_max_tokens", b"_max_tokens", "_no_progress_seconds", b"_no_progress_seconds", "_oversampling", b"_oversampling", "_ramp_steps", b"_ramp_steps", "_release", b"_release", "_samples_per_group", b"_samples_per_group", "_staleness", b"_staleness", "_steps", b"_steps", "_surrogate", b"_surrogate", "_temperature", b"_temperature", "_verifier", b"_verifier", "_verify_seconds", b"_verify_seconds", "algorithm", b"algorithm", "batch_size", b"batch_size", "clip_high", b"clip_high", "clip_low", b"clip_low", "correction_lag", b"correction_lag", "final_lr_fraction", b"final_lr_fraction", "groups_per_step", b"groups_per_step", "learning_rate", b"learning_rate", "loss", b"loss", "max_grad_norm", b"max_grad_norm", "max_lag", b"max_lag", "max_tokens", b"max_tokens", "no_progress_seconds", b"no_progress_seconds", "oversampling", b"oversampling", "ramp_steps", b"ramp_steps", "release", b"release", "samples_per_group", b"samples_per_group", "staleness", b"staleness", "steps", b"steps", "surrogate", b"surrogate", "temperature", b"temperature", "verifier", b"verifier", "verify_seconds", b"verify_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_algorithm", b"_algorithm", "_batch_size", b"_batch_size", "_clip_high", b"_clip_high", "_clip_low", b"_clip_low", "_correction_lag", b"_correction_lag", "_final_lr_fraction", b"_final_lr_fraction", "_groups_per_step", b"_groups_per_step", "_learning_rate", b"_learning_rate", "_loss", b"_loss", "_max_grad_norm", b"_max_grad_norm", "_max_lag", b"_max_lag", "_max_tokens", b"_max_tokens", "_no_progress_seconds", b"_no_progress_seconds", "_overlong_buffer", b"_overlong_buffer", "_overlong_penalty", b"_overlong_penalty", "_oversampling", b"_oversampling", "_ramp_steps", b"_ramp_steps", "_release", b"_release", "_samples_per_group", b"_samples_per_group", "_staleness", b"_staleness", "_steps", b"_steps", "_surrogate", b"_surrogate", "_temperature", b"_temperature", "_tis_cap", b"_tis_cap", "_verifier", b"_verifier", "_verify_seconds", b"_verify_seconds", "algorithm", b"algorithm", "batch_size", b"batch_size", "clip_high", b"clip_high", "clip_low", b"clip_low", "correction_lag", b"correction_lag", "final_lr_fraction", b"final_lr_fraction", "groups_per_step", b"groups_per_step", "learning_rate", b"learning_rate", "loss", b"loss", "max_grad_norm", b"max_grad_norm", "max_lag", b"max_lag", "max_tokens", b"max_tokens", "no_progress_seconds", b"no_progress_seconds", "overlong_buffer", b"overlong_buffer", "overlong_penalty", b"overlong_penalty", "oversampling", b"oversampling", "ramp_steps", b"ramp_steps", "release", b"release", "samples_per_group", b"samples_per_group", "staleness", b"staleness", "steps", b"steps", "surrogate", b"surrogate", "temperature", b"temperature", "tis_cap", b"tis_cap", "verifier", b"verifier", "verify_seconds", b"verify_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__algorithm: _TypeAlias = _typing.Literal["algorithm"]  # noqa: Y015
     _WhichOneofArgType__algorithm: _TypeAlias = _typing.Literal["_algorithm", b"_algorithm"]  # noqa: Y015
@@ -483,6 +520,10 @@ class RlConfig(_message.Message):
     _WhichOneofArgType__max_tokens: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens"]  # noqa: Y015
     _WhichOneofReturnType__no_progress_seconds: _TypeAlias = _typing.Literal["no_progress_seconds"]  # noqa: Y015
     _WhichOneofArgType__no_progress_seconds: _TypeAlias = _typing.Literal["_no_progress_seconds", b"_no_progress_seconds"]  # noqa: Y015
+    _WhichOneofReturnType__overlong_buffer: _TypeAlias = _typing.Literal["overlong_buffer"]  # noqa: Y015
+    _WhichOneofArgType__overlong_buffer: _TypeAlias = _typing.Literal["_overlong_buffer", b"_overlong_buffer"]  # noqa: Y015
+    _WhichOneofReturnType__overlong_penalty: _TypeAlias = _typing.Literal["overlong_penalty"]  # noqa: Y015
+    _WhichOneofArgType__overlong_penalty: _TypeAlias = _typing.Literal["_overlong_penalty", b"_overlong_penalty"]  # noqa: Y015
     _WhichOneofReturnType__oversampling: _TypeAlias = _typing.Literal["oversampling"]  # noqa: Y015
     _WhichOneofArgType__oversampling: _TypeAlias = _typing.Literal["_oversampling", b"_oversampling"]  # noqa: Y015
     _WhichOneofReturnType__ramp_steps: _TypeAlias = _typing.Literal["ramp_steps"]  # noqa: Y015
@@ -499,6 +540,8 @@ class RlConfig(_message.Message):
     _WhichOneofArgType__surrogate: _TypeAlias = _typing.Literal["_surrogate", b"_surrogate"]  # noqa: Y015
     _WhichOneofReturnType__temperature: _TypeAlias = _typing.Literal["temperature"]  # noqa: Y015
     _WhichOneofArgType__temperature: _TypeAlias = _typing.Literal["_temperature", b"_temperature"]  # noqa: Y015
+    _WhichOneofReturnType__tis_cap: _TypeAlias = _typing.Literal["tis_cap"]  # noqa: Y015
+    _WhichOneofArgType__tis_cap: _TypeAlias = _typing.Literal["_tis_cap", b"_tis_cap"]  # noqa: Y015
     _WhichOneofReturnType__verifier: _TypeAlias = _typing.Literal["verifier"]  # noqa: Y015
     _WhichOneofArgType__verifier: _TypeAlias = _typing.Literal["_verifier", b"_verifier"]  # noqa: Y015
     _WhichOneofReturnType__verify_seconds: _TypeAlias = _typing.Literal["verify_seconds"]  # noqa: Y015
@@ -530,6 +573,10 @@ class RlConfig(_message.Message):
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__no_progress_seconds) -> _WhichOneofReturnType__no_progress_seconds | None: ...
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__overlong_buffer) -> _WhichOneofReturnType__overlong_buffer | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__overlong_penalty) -> _WhichOneofReturnType__overlong_penalty | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__oversampling) -> _WhichOneofReturnType__oversampling | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__ramp_steps) -> _WhichOneofReturnType__ramp_steps | None: ...
@@ -545,6 +592,8 @@ class RlConfig(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__surrogate) -> _WhichOneofReturnType__surrogate | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__temperature) -> _WhichOneofReturnType__temperature | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__tis_cap) -> _WhichOneofReturnType__tis_cap | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__verifier) -> _WhichOneofReturnType__verifier | None: ...
     @_typing.overload
