@@ -16,6 +16,7 @@ from reflux.sandbox.v1 import sandbox_service_pb2 as pb
 from reflux.sandbox.v1.sandbox_service_pb2_grpc import SandboxServiceStub
 from reflux.sandbox.v1.verification_pb2 import Grade, Verification
 from reflux_kit.channel import open_channel
+from reflux_sandbox.store import PREFIX
 
 
 @pytest.fixture
@@ -47,7 +48,7 @@ async def until_state(stub, name, state):
 
 async def ended_count(valkey):
     client = redis.asyncio.from_url(valkey.url)
-    count = await client.xlen("{sandbox}:ended:run")
+    count = await client.xlen(f"{PREFIX}ended:run")
     await client.aclose()
     return count
 
@@ -109,7 +110,7 @@ async def test_sigterm_gives_running_jobs_back_and_leaves_no_process(namespaces,
         assert "Traceback" not in log
         assert not any(Path(f"/proc/{pid}").exists() for pid in tree)
     client = redis.asyncio.from_url(valkey.url)
-    job = await client.hmget(f"{{sandbox}}:job:{name.removeprefix('verifications/')}", "state", "attempts")
+    job = await client.hmget(f"{PREFIX}job:{name.removeprefix('verifications/')}", "state", "attempts")
     await client.aclose()
     assert job == [b"queued", b"0"]
 

@@ -17,6 +17,7 @@ from reflux.sandbox.v1 import sandbox_service_pb2 as pb
 from reflux.sandbox.v1.sandbox_service_pb2_grpc import SandboxServiceStub
 from reflux.sandbox.v1.verification_pb2 import Grade
 from reflux_kit.channel import open_channel
+from reflux_sandbox.store import PREFIX
 
 BATCH = 20
 HANG_SECONDS = 240
@@ -80,7 +81,7 @@ def connect(valkey):
 
 async def endings(valkey, count):
     """Ids of ended jobs as often as they ended, once `count` different ones have."""
-    key, ids = "{sandbox}:ended:run", Counter()
+    key, ids = f"{PREFIX}ended:run", Counter()
     async with connect(valkey) as client, asyncio.timeout(HANG_SECONDS):
         while len(ids) < count:
             await asyncio.sleep(0.05)
@@ -91,8 +92,8 @@ async def endings(valkey, count):
 
 async def left_over(valkey):
     async with connect(valkey) as client:
-        keys = [key.decode().removeprefix("{sandbox}:") async for key in client.scan_iter("{sandbox}:*")]
-        dead = await client.zcard("{sandbox}:dead")
+        keys = [key.decode().removeprefix(PREFIX) async for key in client.scan_iter(f"{PREFIX}*")]
+        dead = await client.zcard(f"{PREFIX}dead")
     kept = ("job", "cache", "ended", "report", "runs", "reuse", "bytes", "dead") + (("payload",) if dead else ())
     return [key for key in keys if key.split(":")[0] not in kept]
 

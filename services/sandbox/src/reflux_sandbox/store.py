@@ -15,7 +15,8 @@ from reflux_sandbox.reader import JobReader
 from reflux_sandbox.records import to_claimed, to_creation, to_ending, to_new_job
 from reflux_sandbox.script import StoreScript
 
-PREFIX = "{sandbox}:"
+PREFIX = "{sandbox}:2:"
+"""The number changes with the layout of the keys: a service never reads what another layout has left."""
 _PER_CALL = 250
 """Jobs that one call changes: Redis does nothing else meanwhile."""
 
