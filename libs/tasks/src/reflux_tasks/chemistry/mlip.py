@@ -21,10 +21,11 @@ from reflux_tasks.verify import VerifierUnavailable
 
 MODEL = "chgnet-0.3.0"
 WAY_OUT = "install the extra: pip install 'reflux-tasks[chemistry]'"
-MAX_ENERGY_ATOMS = 64
+MAX_ENERGY_ATOMS = 32
 """Atoms of a cell whose energy is computed."""
-MAX_TRIPLETS = 60_000
-"""Pairs of bonds (3 A) at one atom, summed: what CHGNet's memory grows with; a bound on dense answers."""
+MAX_TRIPLETS = 8_000
+"""Pairs of bonds (3 A) at one atom, summed over atoms: what CHGNet's memory and time grow with (10^4 pairs take about
+1 GB). Known structures have 3,300 at most; an answer far beyond them is dense nonsense."""
 BOND_CUTOFF_ANGSTROM = 3.0
 GRAPH_CUTOFF_ANGSTROM = 6.0
 RELAXED_FORCE = 0.05
