@@ -4,7 +4,6 @@ import asyncio
 import hashlib
 import json
 import logging
-from collections import OrderedDict
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from reflux.sandbox.v1.verification_pb2 import Grade as GradeMessage
 from reflux.sandbox.v1.verification_pb2 import Verification
 from reflux_kit.telemetry import traceparent
 from reflux_runs.config import Algorithm
+from reflux_trainer.clients.announced import Announced
 from reflux_trainer.clients.retry import patiently
 from reflux_trainer.clients.verification import grade_of
 from reflux_trainer.queue.records import Grade
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 _POLL_SECONDS = 3.0
-_MAX_EARLY = 1024
 _RECONNECT_SECONDS = 0.3
 _CENTRED: tuple[Algorithm, ...] = ("dr_grpo", "rloo")
 """Estimators that do not divide by the deviation."""
@@ -66,9 +65,7 @@ class Ladders:
         self._stub = stub
         self._run = run
         self._rungs = rungs
-        self._waiting: dict[str, asyncio.Future[Release]] = {}
-        self._early: OrderedDict[str, Release] = OrderedDict()
-        """Releases that were streamed before CreateLadder returned."""
+        self._releases = Announced[Release]()
 
     async def release(
         self,
@@ -105,24 +102,14 @@ class Ladders:
         return _release_of(created.ladder) or await self._released(created.ladder.name, seconds)
 
     async def _released(self, name: str, seconds: float) -> Release:
-        if name in self._early:
-            return self._early.pop(name)
-        future = self._waiting.setdefault(name, asyncio.get_running_loop().create_future())
-        try:
-            while True:
-                # The stream tells at once; the poll covers releases before it was there or while it was broken.
-                done, _ = await asyncio.wait([future], timeout=_POLL_SECONDS)
-                if done:
-                    return future.result()
-                answer = await patiently(
-                    "the sandbox",
-                    seconds + 30.0,
-                    lambda left: self._stub.GetLadder(pb.GetLadderRequest(name=name), timeout=min(left, 10.0)),
-                )
-                if (release := _release_of(answer.ladder)) is not None:
-                    return release
-        finally:
-            self._waiting.pop(name, None)
+        async def poll() -> Release | None:
+            request = pb.GetLadderRequest(name=name)
+            answer = await patiently(
+                "the sandbox", seconds + 30.0, lambda left: self._stub.GetLadder(request, timeout=min(left, 10.0))
+            )
+            return _release_of(answer.ladder)
+
+        return await self._releases.wait(name, _POLL_SECONDS, poll)
 
     async def watch(self) -> None:
         """Follows the run's ladders until it is cancelled; a broken stream goes on where it broke."""
@@ -134,19 +121,10 @@ class Ladders:
                     token = event.resume_token
                     if event.WhichOneof("event") == "release":
                         grades = [grade_of(grade) for grade in event.release.grades]
-                        self._deliver(event.ladder, Release(grades, event.release.is_final))
+                        self._releases.deliver(event.ladder, Release(grades, event.release.is_final))
             except grpc.aio.AioRpcError as error:
                 log.info("the sandbox's stream of ladders broke (%s), opening it again", error.code().name)
             await asyncio.sleep(_RECONNECT_SECONDS)
-
-    def _deliver(self, name: str, release: Release) -> None:
-        future = self._waiting.get(name)
-        if future is None:
-            self._early[name] = release
-            if len(self._early) > _MAX_EARLY:
-                self._early.popitem(last=False)
-        elif not future.done():
-            future.set_result(release)
 
 
 def _release_of(ladder: pb.Ladder) -> Release | None:

@@ -4,7 +4,6 @@ import asyncio
 import hashlib
 import json
 import logging
-from collections import OrderedDict
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
@@ -15,6 +14,7 @@ import grpc
 from reflux.sandbox.v1 import sandbox_service_pb2 as pb
 from reflux.sandbox.v1 import verification_pb2
 from reflux_kit.telemetry import traceparent
+from reflux_trainer.clients.announced import Announced
 from reflux_trainer.clients.retry import patiently
 from reflux_trainer.queue.records import Grade
 
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 Job = verification_pb2.Verification
 _POLL_SECONDS = 3.0
-_MAX_EARLY = 1024
 _RECONNECT_SECONDS = 0.3
 
 
@@ -34,9 +33,7 @@ class Verifications:
     def __init__(self, stub: "SandboxServiceAsyncStub", run: str) -> None:
         self._stub = stub
         self._run = run
-        self._waiting: dict[str, asyncio.Future[Job]] = {}
-        self._early: OrderedDict[str, Job] = OrderedDict()
-        """Jobs whose end was streamed before CreateVerification returned."""
+        self._jobs = Announced[Job]()
 
     async def grade(
         self,
@@ -79,26 +76,16 @@ class Verifications:
         return [grade_of(grade) for grade in job.grades]
 
     async def _ended(self, name: str, seconds: float) -> Job:
-        if name in self._early:
-            return self._early.pop(name)
-        future = self._waiting.setdefault(name, asyncio.get_running_loop().create_future())
-        try:
-            while True:
-                # The stream tells at once; the poll covers jobs that ended before it was there or while it was broken.
-                done, _ = await asyncio.wait([future], timeout=_POLL_SECONDS)
-                if done:
-                    return future.result()
-                answer = await patiently(
-                    "the sandbox",
-                    seconds + 30.0,
-                    lambda left: self._stub.GetVerification(
-                        pb.GetVerificationRequest(name=name), timeout=min(left, 10.0)
-                    ),
-                )
-                if answer.verification.state == Job.STATE_ENDED:
-                    return answer.verification
-        finally:
-            self._waiting.pop(name, None)
+        async def poll() -> Job | None:
+            request = pb.GetVerificationRequest(name=name)
+            answer = await patiently(
+                "the sandbox",
+                seconds + 30.0,
+                lambda left: self._stub.GetVerification(request, timeout=min(left, 10.0)),
+            )
+            return answer.verification if answer.verification.state == Job.STATE_ENDED else None
+
+        return await self._jobs.wait(name, _POLL_SECONDS, poll)
 
     async def watch(self) -> None:
         """Follows the run's jobs until it is cancelled; a broken stream goes on where it broke."""
@@ -108,19 +95,10 @@ class Verifications:
                 request = pb.WatchVerificationsRequest(run=self._run, resume_token=token)
                 async for event in self._stub.WatchVerifications(request):
                     token = event.resume_token
-                    self._deliver(event.verification)
+                    self._jobs.deliver(event.verification.name, event.verification)
             except grpc.aio.AioRpcError as error:
                 log.info("the sandbox's stream broke (%s), opening it again", error.code().name)
             await asyncio.sleep(_RECONNECT_SECONDS)
-
-    def _deliver(self, job: Job) -> None:
-        future = self._waiting.get(job.name)
-        if future is None:
-            self._early[job.name] = job
-            if len(self._early) > _MAX_EARLY:
-                self._early.popitem(last=False)
-        elif not future.done():
-            future.set_result(job)
 
 
 @asynccontextmanager
