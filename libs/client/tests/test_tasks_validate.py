@@ -11,6 +11,7 @@ from click.testing import CliRunner, Result
 
 from reflux_client.commands.tasks import tasks
 
+pytestmark = pytest.mark.timeout(600)
 ROOT = Path(__file__).parents[3]
 BARS = {
     "same_size_first", "extra_allowed_first", "accepted_true", "false_accepts", "fraction_mae", "fraction_worst",
@@ -110,6 +111,11 @@ def test_what_cannot_be_validated_is_an_error_with_the_reason(tmp_path: Path, ca
     without_structures = validate("--data", tmp_path / "empty", "--candidates", tmp_path / "empty")
     assert "no CIF or POSCAR" in str(without_structures.exception)
     assert validate("--data", tmp_path / "nowhere").exit_code == 2
+    early = validate("--data", tmp_path / "empty", "--candidates", candidates, "--out", tmp_path / "nowhere" / "x.json")
+    assert "there is no folder" in str(early.exception)
+    (tmp_path / "empty" / "torn.cif").write_text("data_")
+    unusable = validate("--data", tmp_path / "empty", "--candidates", tmp_path / "empty")
+    assert "torn.cif:1: the cell" in str(unusable.exception)
 
 
 @pytest.mark.slow

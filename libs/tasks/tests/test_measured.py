@@ -13,6 +13,7 @@ from reflux_tasks.xrd import measured
 from reflux_tasks.xrd.measured import MeasuredVerifier, clash, measured_payload
 from reflux_tasks.xrd.structure_files import SHIPPED, read_text
 
+pytestmark = pytest.mark.timeout(600)
 MIXTURE = "TiO2_*-ZnO_*--8min.xrdml"
 NAMES = ("TiO2", "ZnO", "TiO2-rutile", "NiO", "V2O5", "La(OH)3")
 

@@ -46,17 +46,19 @@ def xrd(data: Path, candidates: Path | None, quick: bool, workers: int | None, o
     The file names say the truth: NAME_FRACTION joined by "-", the decimal point written as p. NAME is the name of a
     candidate file, or a formula that only one of them has. Other files are left out and listed.
     """
+    if out is not None and not out.parent.is_dir():
+        raise ClientError(f"cannot write {out}: there is no folder {out.parent}")
     try:
         report = _validate_xrd(data, candidates, quick, workers)
     except ModuleNotFoundError as error:
         raise ClientError(f"{error}: {_WAY_OUT}") from error
     text = json.dumps(report)
+    click.echo(text)
     if out is not None:
         try:
             out.write_text(text + "\n", encoding="utf-8")
         except OSError as error:
             raise ClientError(f"cannot write {out}: {error.strerror}") from error
-    click.echo(text)
     if report["missed"]:
         figures = ", ".join(f"{name} {report[name]} (needs {report['bars'][name]})" for name in report["missed"])
         click.echo(f"reflux: missed: {figures}", err=True)
@@ -109,6 +111,8 @@ def _validate_xrd(data: Path, candidates: Path | None, quick: bool, workers: int
 
     try:
         usable, refused = read_folder(candidates or SHIPPED)
+        if not usable:
+            raise ClientError(f"cannot validate: no structure can be used: {'; '.join(list(refused.values())[:3])}")
         scans, skipped = find_scans(data, usable, quick)
         with _interruptible(), RefinementPool(workers) as pool, _progress() as show:
             validator = Validator(usable, pool, quick=quick)
