@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import socket
 
 import pytest
 from aiohttp import web
@@ -52,7 +53,7 @@ async def gym():
 
 
 async def grade(url, *answers, **changes):
-    backend = HttpBackend({NAME: HttpSettings(url=url, version="7", attempt_seconds=5, **changes)})
+    backend = HttpBackend({NAME: HttpSettings(url=url, version="7", attempt_seconds=60, **changes)})
     await backend.start()
     try:
         (info,) = backend.verifiers
@@ -119,7 +120,9 @@ async def test_one_bad_answer_does_not_hide_the_grade_of_its_neighbour(gym):
 
 
 async def test_a_server_that_is_away_or_hangs_is_unknown_after_bounded_attempts(gym):
-    (away,) = await grade("http://127.0.0.1:9", "4", attempts=2)
+    with socket.socket() as deaf:  # bound and not listening: nobody else can answer there
+        deaf.bind(("127.0.0.1", 0))
+        (away,) = await grade(f"http://127.0.0.1:{deaf.getsockname()[1]}", "4", attempts=2)
     assert away["outcome"] == "infra_error"
     assert "attempt 2 of 2" in away["message"]
     gym.script = [lambda: asyncio.sleep(60)]

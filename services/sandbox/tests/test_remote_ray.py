@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import socket
 
 import pytest
 
@@ -80,9 +81,11 @@ async def test_jobs_of_a_driver_that_dies_are_lost_and_the_next_one_starts_anoth
 
 
 async def test_a_cluster_that_is_not_there_is_a_lost_session():
-    backend = RayBackend(RaySettings(address="127.0.0.1:9", open_seconds=5), {})
-    await backend.start()
-    with pytest.raises(SessionLost, match="Ray"):
-        await grade(backend, info("test/length"), "a")
+    with socket.socket() as deaf:  # bound and not listening: nobody else can answer there
+        deaf.bind(("127.0.0.1", 0))
+        backend = RayBackend(RaySettings(address=f"127.0.0.1:{deaf.getsockname()[1]}", open_seconds=5), {})
+        await backend.start()
+        with pytest.raises(SessionLost, match="Ray"):
+            await grade(backend, info("test/length"), "a")
     with contextlib.suppress(SessionLost):
         await backend.close()

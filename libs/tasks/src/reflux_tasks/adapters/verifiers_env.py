@@ -1,10 +1,8 @@
 """Environments of the `verifiers` library (Prime Intellect) as tasks: rows become problems, rewards become grades.
 
-A lab's distribution names one in its entry points, two lines each:
+A lab's distribution has one line of code and one entry point of the group `reflux.tasks`, my-math = "my_math:MyMath":
 
-    # my_math.py                                             # pyproject.toml
-    from reflux_tasks.adapters.verifiers_env import ...      [project.entry-points."reflux.tasks"]
-    MyMath = verifiers_task("my-math", "installed_env")      my-math = "my_math:MyMath"
+    MyMath = verifiers_task("my-math", "installed_environment")
 
 Single-turn environments whose rewards need neither a model, a network nor a container of their own: everything runs in
 a child of the sandbox. Others keep their own server and are called through `/verify` (adapters.nemo_gym). The
