@@ -86,6 +86,7 @@ def preflight(config: RunConfig, catalog: Catalog | None = None) -> Counts:
     prompt_tokens = (catalog.prompt_tokens or {}).get(config.task.name, FRESH_CONTEXT_TOKENS)
     refusals = [
         *_batch(config),
+        *_deterministic(config),
         *_task(config, catalog),
         *_model(config, catalog),
         *_fleet(config),
@@ -115,6 +116,19 @@ def _message_size(config: RunConfig, prompt_tokens: int) -> list[Refusal]:
             reason = f"one batch could take {size >> 20} MiB, the learner takes {MAX_BATCH_MIB} MiB"
             found.append(Refusal(key, count, reason, f"{max(1, count * most // size)} or less"))
     return found
+
+
+def _deterministic(config: RunConfig) -> list[Refusal]:
+    if not config.deterministic:
+        return []
+    needed = {
+        "rl.max_lag": (config.rl.max_lag, 0),
+        "rl.staleness": (config.rl.staleness, "wait"),
+        "rl.release": (config.rl.release, "full"),
+        "fleet.weight_dtype": (config.fleet.weight_dtype, "float32"),
+    }
+    reason = "makes a run depend on timing or rounding, and deterministic = true excludes that"
+    return [Refusal(key, value, reason, json.dumps(works)) for key, (value, works) in needed.items() if value != works]
 
 
 def _batch(config: RunConfig) -> list[Refusal]:

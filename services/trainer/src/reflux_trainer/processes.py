@@ -40,6 +40,14 @@ class StartTimedOut(TimeoutError):
     """The run's processes were not there in time; the message says which and what the scheduler says."""
 
 
+_ONE_ROW = {
+    "REFLUX_ENGINE_MAX_ROWS": "1",
+    "REFLUX_ENGINE_PREFIX_CACHE_BYTES": "0",
+    "REFLUX_ENGINE_HANDOVER_BYTES": "0",
+}
+"""An engine whose bits depend on the sequence alone: the learner's deterministic mode computes as it does."""
+
+
 class RunProcesses:
     """Job and fleet of one run."""
 
@@ -89,6 +97,8 @@ class RunProcesses:
             "REFLUX_ENGINE_WEIGHT_MODE": self._config.fleet.weight_mode,
             "REFLUX_TRANSPORT": self._config.fleet.transport,
         }
+        if self._config.deterministic:
+            environment |= _ONE_ROW
         if settings.stack_secret:
             environment["REFLUX_TOKEN"] = auth.mint(settings.stack_secret, role, self._run)
         return job_pb2.RoleSpec(
