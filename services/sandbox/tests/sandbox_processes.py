@@ -64,7 +64,7 @@ class Sandbox:
         self.process = await asyncio.create_subprocess_exec(
             *command, env=self._environment, stderr=subprocess.PIPE, start_new_session=True
         )
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(90):
             async for line in self.process.stderr:
                 if b"serves gRPC on " in line:
                     self.address = line.decode().split("serves gRPC on ")[1].split()[0]

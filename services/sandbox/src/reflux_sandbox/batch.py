@@ -50,7 +50,9 @@ class Batch:
                     await stack.enter_async_context(session)
                 await self._grade_all(session, batch, more)
         except TimeoutError:
-            self._leases.end_unknown(batch[0], "timeout", "no child was ready by the deadline")
+            if self._leases.is_open(batch[0]):
+                self._leases.end_unknown(batch[0], "timeout", "no child was ready by the deadline")
+            await self._give_back(batch, "no child was ready")
         except _BatchOver as over:
             await self._give_back(batch, str(over))
         except Exception as error:  # task boundary: a runner must survive any job
