@@ -2,7 +2,7 @@
 
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from reflux_tasks.chemistry import espresso
 from reflux_tasks.chemistry.mlip import relax, require_model
@@ -24,6 +24,7 @@ class DftVerifier(FullVerifier):
     version: ClassVar[str] = "synthesis-dft-1"
     trusted: ClassVar[bool] = False
     cost_seconds: ClassVar[float] = 60.0
+    weakest_tier: ClassVar[Literal["process", "prefork", "bwrap", "gvisor"]] = "prefork"
 
     def __init__(self, cache_dir: Path) -> None:
         self.cache_dir = cache_dir

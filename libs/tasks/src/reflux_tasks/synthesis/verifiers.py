@@ -1,7 +1,7 @@
 """Rule, surrogate and full verifier of recipes; density functional theory is in dft.py."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from reflux_tasks.canonical import Form
 from reflux_tasks.chemistry import charges
@@ -29,6 +29,7 @@ class RuleVerifier(Verifier):
     fidelity: ClassVar[Fidelity] = "rule"
     trusted: ClassVar[bool] = True
     cost_seconds: ClassVar[float] = 1e-4
+    weakest_tier: ClassVar[Literal["process", "prefork", "bwrap", "gvisor"]] = "process"
     canonical_form: ClassVar[Form] = "own"
 
     def canonical(self, payload: Mapping[str, Any], answer: str) -> str | None:
