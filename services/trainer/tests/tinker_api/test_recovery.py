@@ -198,3 +198,21 @@ async def test_the_end_of_a_session_frees_what_it_held_and_ends_what_cannot_go_o
         assert "never arrived" in (await done(tinker_world, step))["error"], "the number is used up"
         _, step = await tinker_world.post("optim_step", STEP | {"model_id": model, "seq_id": 5})
         assert (await done(tinker_world, step))["metrics"]["grad_norm"] > 0
+
+
+async def test_what_arrives_while_a_trainer_stops_is_left_to_the_next_one(tinker_world, monkeypatch):
+    from reflux_trainer.tinker.desks import Desks
+
+    made, remember = [], Desks.__init__
+    monkeypatch.setattr(Desks, "__init__", lambda self, *args: (made.append(self), remember(self, *args))[1])
+    async with tinker_world.trainer():
+        _, model = await model_of(tinker_world)
+        async with made[0].closing():
+            pass
+        _, future = await forward_backward(tinker_world, model, 1)
+        _, waiting = await tinker_world.post("retrieve_future", {"request_id": future["request_id"]})
+        assert waiting["type"] == "try_again"
+        assert tinker_world.learner.executed == []
+    async with tinker_world.trainer():
+        _, step = await tinker_world.post("optim_step", STEP | {"model_id": model, "seq_id": 2})
+        assert (await done(tinker_world, step))["metrics"]["grad_norm"] > 0

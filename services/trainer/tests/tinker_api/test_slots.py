@@ -51,6 +51,17 @@ def test_a_failed_publish_leaves_nothing_behind():
     assert slots.take("b", 0.2) is slot
 
 
+def test_a_target_that_nobody_waits_for_any_more_is_in_nobodys_way():
+    slots = table(1)
+    slot = load(slots, slots.take("a", 0.0))
+    with slots.queued("b"):
+        assert slots.take("b", 0.1) is None
+    assert slots.take("a", 9.0) is slot, "b has gone"
+    slots.give_back(slot, 9.1)
+    slots.give_back(slot, 9.1)
+    assert slots.take("c", 9.2) is slot
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from("abcd"), st.integers(0, 3)), max_size=40), st.integers(1, 3))
 def test_every_call_is_served_in_the_end_by_a_slot_of_its_own_weights(arrivals, count):

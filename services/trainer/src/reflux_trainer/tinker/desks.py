@@ -56,6 +56,7 @@ class Desks:
         settings: TinkerSettings,
     ) -> None:  # fmt: skip
         self._catalog, self._futures, self._blobs, self._settings = catalog, futures, blobs, settings
+        self._closed = False
         self._desks = {name: self._desk(base, peers) for name, base in bases.items()}
 
     def _desk(self, base: Base, peers: Peers) -> Desk:
@@ -89,6 +90,7 @@ class Desks:
                 self._blobs,
                 max_logged=self._settings.max_logged_operations,
                 make_room=lambda coming: desk.make_room(self._settings.max_models, coming),
+                closed=self._closed,
             )
         return desk.workers[model.model_id]
 
@@ -104,4 +106,5 @@ class Desks:
         try:
             yield
         finally:
+            self._closed = True
             await asyncio.gather(*(desk.close() for desk in self.all()))

@@ -47,6 +47,13 @@ return 1
 """
 
 
+_MOVE = """
+if (redis.call('GET', KEYS[1]) or '') ~= ARGV[1] then return 0 end
+redis.call('SET', KEYS[1], ARGV[2])
+return 1
+"""
+
+
 class Reused(Conflict):
     """The sequence number belongs to another request."""
 
@@ -78,6 +85,7 @@ class FutureTable:
         self._redis, self._blobs = redis, blobs
         self._result_seconds, self._max_pending = result_seconds, max_pending
         self._submit, self._finish = redis.register_script(_SUBMIT), redis.register_script(_FINISH)
+        self._move = redis.register_script(_MOVE)
         self._pending: Counter[str] = Counter()
         self._done: dict[str, asyncio.Event] = {}
 
@@ -196,14 +204,20 @@ class FutureTable:
         raw = await self._redis.get(_key(owner, "progress"))
         return Progress.from_json(raw) if raw else Progress()
 
-    async def set_progress(self, owner: str, progress: Progress) -> None:
-        """Records a new recovery state; operations that it covers are forgotten."""
-        await self._redis.set(_key(owner, "progress"), progress.to_json())
-        covered = [op for op in await self._redis.hkeys(_key(owner, "log")) if int(op) <= progress.saved_op_id]
+    async def move(self, owner: str, before: Progress, after: Progress) -> bool:
+        """Records a new recovery state, and forgets the operations that it covers; False when others were quicker.
+
+        A write of an earlier process that arrives late must not set a model back.
+        """
+        known = before.to_json() if before != Progress() else ""
+        if not int(await self._move(keys=[_key(owner, "progress")], args=[known, after.to_json()])):
+            return False
+        covered = [op for op in await self._redis.hkeys(_key(owner, "log")) if int(op) <= after.saved_op_id]
         if covered:
             packed = await self._redis.hmget(_key(owner, "log"), covered)
             await self._redis.hdel(_key(owner, "log"), *covered)
             await self._blobs.drop_packed(each[1:] for each in packed if each)
+        return True
 
     async def logged(self, owner: str, after: int, up_to: int) -> list[tuple[int, str, bytes]]:
         """Operations (after, up_to] with kind and data. Raises LookupError when one is gone."""

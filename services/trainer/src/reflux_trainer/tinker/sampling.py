@@ -35,13 +35,14 @@ log = logging.getLogger(__name__)
 _GATHER_SECONDS = 0.004
 """Calls of one prompt that come so close together are one group: it is prefilled once."""
 _SLICE_SECONDS = 2.0
+_TURN_SECONDS = 0.5
 _RETRY_SECONDS = 0.3
 _GROUP_SECONDS = 3600.0
 _MAX_GROUP = 1024
 
 
-class PublishFailed(RuntimeError):
-    """The replica did not get its weights."""
+class SamplingFailed(RuntimeError):
+    """The replica did not get its weights, or the gateway did not give all samples."""
 
 
 class SamplingDesk:
@@ -66,6 +67,7 @@ class SamplingDesk:
         self._gathering: dict[tuple[object, ...], Group] = {}
         self._calls: dict[tuple[str, int], Call] = {}
         self._groups: set[asyncio.Task[None]] = set()
+        self._closed = False
 
     @property
     def busy(self) -> bool:
@@ -74,6 +76,7 @@ class SamplingDesk:
 
     async def close(self) -> None:
         """Stops everything; open futures stay logged."""
+        self._closed = True
         for task in self._groups:
             task.cancel()
         await asyncio.gather(*self._groups, return_exceptions=True)
@@ -83,7 +86,9 @@ class SamplingDesk:
         return self._calls.get((sampler_id, seq_id))
 
     def add(self, call: Call) -> None:
-        """Takes a logged call up."""
+        """Takes a logged call up. What comes while the trainer stops is left to the next one."""
+        if self._closed:
+            return
         self._calls[call.sampler.sampler_id, call.seq_id] = call
         key = group_key(call)
         group = self._gathering.get(key)
@@ -121,7 +126,7 @@ class SamplingDesk:
             await self._draw(group)
         except ServiceError as error:
             await self._fail(group, str(error), user=isinstance(error, InvalidRequest))
-        except PublishFailed as error:
+        except SamplingFailed as error:
             await self._fail(group, str(error), user=False)
         except Exception:  # the boundary of the task: a future must end whatever happens
             log.exception("sampling for %s failed", group.calls[0].sampler.sampler_id)
@@ -195,24 +200,19 @@ class SamplingDesk:
         finally:
             stream.cancel()
         if sorted(found) != list(range(group.size)):
-            raise PublishFailed(f"the gateway sent {len(found)} of {group.size} samples")
+            raise SamplingFailed(f"the gateway sent {len(found)} of {group.size} samples")
+        if any(sample.finish_reason == "abort" for sample in found.values()):
+            raise SamplingFailed("an operator stopped the requests of this base model")
         return [found[index] for index in range(group.size)]
 
     async def _slot(self, group: Group) -> Slot:
         """A slot that holds the group's weights; the caller gives it back."""
         sampler = group.calls[0].sampler
         target = f"inflight:{sampler.model_id}" if sampler.kind == "inflight" else sampler.stored.key or "base"
-        while True:
-            changed = self._changed
-            slot = self._table.take(target, time.monotonic())
-            if slot is not None:
-                break
-            say(group, "all sampler replicas of this base model serve other weights", paused=True)
-            try:
-                async with asyncio.timeout(0.5):
-                    await changed.wait()
-            except TimeoutError:
-                continue
+        with self._table.queued(target):
+            while (slot := self._table.take(target, time.monotonic())) is None:
+                say(group, "all sampler replicas of this base model serve other weights", paused=True)
+                await self._change()
         loaded = False
         try:
             async with self._locks[slot.index]:
@@ -242,7 +242,7 @@ class SamplingDesk:
 
     async def _publish(self, group: Group, index: int, weights: Weights) -> int:
         if not await self._fleet.replica_ready(index):
-            raise PublishFailed(f"the replicas of {self._fleet.base.name} did not start in time")
+            raise SamplingFailed(f"the replicas of {self._fleet.base.name} did not start in time")
         base, attempts = self._fleet.base, 0
         while True:
             version = int(await self._peers.redis.incr(f"tinker:versions:{base.run}"))
@@ -266,9 +266,17 @@ class SamplingDesk:
             except Refused as error:
                 attempts += not error.transient
                 if attempts > 1:
-                    raise PublishFailed(f"the weights did not reach the replica: {error}") from None
+                    raise SamplingFailed(f"the weights did not reach the replica: {error}") from None
                 say(group, f"the weights did not reach the replica yet ({error})", paused=True)
             await asyncio.sleep(_RETRY_SECONDS)
+
+    async def _change(self) -> None:
+        """Returns when a slot may be free, or after a moment, since waiting for long changes whose turn it is."""
+        try:
+            async with asyncio.timeout(_TURN_SECONDS):
+                await self._changed.wait()
+        except TimeoutError:
+            return
 
     def _wake(self) -> None:
         self._changed.set()

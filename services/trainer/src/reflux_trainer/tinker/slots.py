@@ -1,6 +1,8 @@
 """Which replica of a base serves which sampler's weights: residence, reuse, and whose turn it is. Pure but for time."""
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 
@@ -34,6 +36,19 @@ class SlotTable:
     slice_seconds: float
     waiting: OrderedDict[str, float] = field(default_factory=OrderedDict)
     """Targets without a slot, by the time since when; the oldest one is served first."""
+    _queued: Counter[str] = field(default_factory=Counter)
+
+    @contextmanager
+    def queued(self, target: str) -> Iterator[None]:
+        """Around all attempts of one call to take a slot: a target that nobody waits for is in nobody's way."""
+        self._queued[target] += 1
+        try:
+            yield
+        finally:
+            self._queued[target] -= 1
+            if not self._queued[target]:
+                del self._queued[target]
+                self.waiting.pop(target, None)
 
     def resident(self, target: str) -> Slot | None:
         """The slot of a target, if it has one."""

@@ -43,8 +43,9 @@ class ModelWorker:
         *,
         max_logged: int,
         make_room: Callable[["ModelWorker"], Awaitable[None]],
+        closed: bool = False,
     ) -> None:
-        """`make_room` is awaited before the learner takes the adapter in."""
+        """`make_room` is awaited before the learner takes the adapter in; a `closed` worker never begins."""
         self.model, self._make_room = model, make_room
         self._link, self._operations, self._futures, self._blobs = link, operations, futures, blobs
         self._max_logged = max_logged
@@ -53,6 +54,7 @@ class ModelWorker:
         """Incarnation of the learner that holds the adapter at the model's progress; "" when that is not known."""
         self._task: asyncio.Task[None] | None = None
         self._executing = asyncio.Lock()
+        self._closed = closed
         self.used_at = time.monotonic()
         self.reason = ""
         self.paused = False
@@ -68,14 +70,17 @@ class ModelWorker:
         return not self._executing.locked()
 
     def wake(self) -> None:
-        """There may be something to do."""
+        """There may be something to do. What comes while the trainer stops is left to the next one."""
         self.used_at = time.monotonic()
         self._arrived.set()
+        if self._closed:
+            return
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._run(), name=f"tinker {self.model.model_id}")
 
     async def close(self) -> None:
         """Stops; open futures stay logged."""
+        self._closed = True
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -92,7 +97,7 @@ class ModelWorker:
                         continue
                     if await self._futures.is_done(self.model.model_id, progress.next_seq):  # given up behind a gap
                         skipped = replace(progress, next_seq=progress.next_seq + 1)
-                        await self._futures.set_progress(self.model.model_id, skipped)
+                        await self._futures.move(self.model.model_id, progress, skipped)
                         continue
             except (RedisError, StorageError) as error:
                 self._say(f"the state store does not answer ({type(error).__name__})")
@@ -118,7 +123,7 @@ class ModelWorker:
         logged = done.op_id if kind != LOAD else 0
         await self._futures.finish(self.model.model_id, seq_id, done.outcome, after, logged)
         if done.saved is not None:
-            await self._covered(progress, after)
+            await self._covered(progress, after, after)
         elif after.op_id - after.saved_op_id >= self._max_logged:
             await self._save(after)
 
@@ -170,12 +175,13 @@ class ModelWorker:
 
     async def give_up_gaps(self) -> None:
         """Fails the operations behind one that never arrived: its client has gone."""
-        progress = await self._futures.progress(self.model.model_id)
-        expected = progress.next_seq
-        for seq_id in await self._futures.open_seqs(self.model.model_id):
+        open_seqs = await self._futures.open_seqs(self.model.model_id)
+        # Read after them: what ended in between is not taken for missing.
+        expected = (await self._futures.progress(self.model.model_id)).next_seq
+        for seq_id in open_seqs:
             if seq_id == expected:
                 expected += 1
-            else:
+            elif seq_id > expected:
                 text = f"the session ended and operation {expected} never arrived"
                 await self._futures.finish(self.model.model_id, seq_id, Outcome(text.encode(), failed="user"))
 
@@ -189,11 +195,13 @@ class ModelWorker:
         except (LearnerGone, Refused) as error:
             log.warning("the recovery state of %s was not saved: %s", self.model.model_id, error)
             return
-        await self._covered(progress, replace(progress, saved_op_id=progress.op_id, recovery=asdict(saved)))
+        after = replace(progress, saved_op_id=progress.op_id, recovery=asdict(saved))
+        await self._covered(progress, progress, after)
 
-    async def _covered(self, before: Progress, after: Progress) -> None:
-        await self._futures.set_progress(self.model.model_id, after)
-        await self._blobs.drop(key for key, *_ in before.recovery_weights.objects)
+    async def _covered(self, before: Progress, stored: Progress, after: Progress) -> None:
+        """Moves from the `stored` progress to `after`; the recovery state of `before` is not needed then."""
+        if await self._futures.move(self.model.model_id, stored, after):
+            await self._blobs.drop(key for key, *_ in before.recovery_weights.objects)
 
     async def unload(self) -> None:
         """Frees the adapter at the learner, its state saved, unless it is used; the next operation fetches it back."""
