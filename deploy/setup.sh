@@ -36,7 +36,9 @@ if ! command -v slurmctld >/dev/null && ! [ -x /usr/sbin/slurmctld ]; then
     fi
   done
 fi
-[[ "$(ldconfig -p 2>/dev/null)" == *libseccomp.so.2* ]] || apt_install libseccomp2 "the sandbox uses its weaker tier without it"
+for pair in bwrap:bubblewrap runsc:runsc; do
+  command -v "${pair%:*}" >/dev/null || apt_install "${pair#*:}" "the sandbox lacks the tier of ${pair%:*} without it"
+done
 
 echo "setup: creating $venv and installing the packages of constraints.txt (some minutes, once)" >&2
 [ -x "$venv/bin/python" ] || python3 -m venv "$venv"

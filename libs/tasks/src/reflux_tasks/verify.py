@@ -9,6 +9,8 @@ from reflux_tasks.canonical import Form, text_form
 
 Fidelity = Literal["rule", "surrogate", "full"]
 Outcome = Literal["scored", "invalid"]
+TierName = Literal["process", "prefork", "bwrap", "gvisor"]
+"""Isolation tiers of the sandbox, weakest first (docs/sandbox-isolation.md)."""
 Answer = str | Sequence[str]
 
 
@@ -49,7 +51,7 @@ class Verifier(ABC):
     """True when an answer is only data to it, so that one child may grade a whole group."""
     cost_seconds: ClassVar[float]
     """Typical CPU seconds per answer on one core, for scheduling and deadlines."""
-    weakest_tier: ClassVar[Literal["process", "prefork", "bwrap", "gvisor"]] = "prefork"
+    weakest_tier: ClassVar[TierName] = "prefork"
     """Isolation below which the sandbox does not offer it. `process` (limits only) is for verifiers to which any answer
     is plain data, without a parser in native code; `gvisor` for those that run what an answer says."""
     canonical_form: ClassVar[Form] = "words"

@@ -1,10 +1,10 @@
 """The rule verifier: compares the named phases with the true ones. Standard library only."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 from reflux_tasks.canonical import Form
-from reflux_tasks.verify import Answer, Fidelity, Grade, Verifier, answer_words
+from reflux_tasks.verify import Answer, Fidelity, Grade, TierName, Verifier, answer_words
 from reflux_tasks.xrd.answers import InvalidAnswer, parse_answer
 
 EXTRA_PENALTY = 0.2
@@ -21,7 +21,7 @@ class LabelVerifier(Verifier):
     version: ClassVar[str] = "label-1"
     fidelity: ClassVar[Fidelity] = "rule"
     trusted: ClassVar[bool] = True
-    weakest_tier: ClassVar[Literal["process", "prefork", "bwrap", "gvisor"]] = "process"
+    weakest_tier: ClassVar[TierName] = "process"
     cost_seconds: ClassVar[float] = 1e-5
     canonical_form: ClassVar[Form] = "parts"
 

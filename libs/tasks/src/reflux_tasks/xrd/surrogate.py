@@ -2,12 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import numpy as np
 
 from reflux_tasks.canonical import Form
-from reflux_tasks.verify import Answer, Fidelity, Grade, Verifier, answer_words
+from reflux_tasks.verify import Answer, Fidelity, Grade, TierName, Verifier, answer_words
 from reflux_tasks.xrd.answers import InvalidAnswer, NamedPhase, parse_answer
 from reflux_tasks.xrd.database import PhaseDatabase
 from reflux_tasks.xrd.patterns import TWO_THETA_MAX_DEGREES, TWO_THETA_MIN_DEGREES
@@ -41,7 +41,7 @@ class SurrogateVerifier(Verifier):
     version: ClassVar[str] = "surrogate-2"
     fidelity: ClassVar[Fidelity] = "surrogate"
     trusted: ClassVar[bool] = True
-    weakest_tier: ClassVar[Literal["process", "prefork", "bwrap", "gvisor"]] = "process"
+    weakest_tier: ClassVar[TierName] = "process"
     cost_seconds: ClassVar[float] = 5e-4
     canonical_form: ClassVar[Form] = "parts"
 

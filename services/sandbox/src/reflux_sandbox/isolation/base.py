@@ -7,8 +7,8 @@ from typing import Any, Literal
 
 from reflux_sandbox.isolation.handle import ChildHandle
 from reflux_tasks.canonical import Form
+from reflux_tasks.verify import TierName
 
-TierName = Literal["prefork", "bwrap", "gvisor", "process"]
 Profile = Literal["code", "session", "grade", "native"]
 """code, session: text of a model. grade: a verifier in a warm interpreter. native: one that may start programs."""
 

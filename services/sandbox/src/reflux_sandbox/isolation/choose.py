@@ -6,11 +6,12 @@ from contextlib import asynccontextmanager
 from typing import Any, Literal
 
 from reflux_kit.errors import StartupError
-from reflux_sandbox.isolation.base import Isolation, IsolationUnavailable, TierName
+from reflux_sandbox.isolation.base import Isolation, IsolationUnavailable
 from reflux_sandbox.isolation.bwrap import BwrapIsolation
 from reflux_sandbox.isolation.gvisor import GvisorIsolation
 from reflux_sandbox.isolation.prefork import PreforkIsolation
 from reflux_sandbox.isolation.process import ProcessIsolation
+from reflux_tasks.verify import TierName
 
 log = logging.getLogger(__name__)
 

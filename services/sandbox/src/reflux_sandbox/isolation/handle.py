@@ -13,6 +13,8 @@ from typing import Any
 from reflux_sandbox.isolation import frames
 
 _READ_BYTES = 1 << 18
+_PIPE_BYTES = 1 << 20
+"""Largest pipe of a user without rights (/proc/sys/fs/pipe-max-size)."""
 _STREAM_LIMIT = 1 << 20
 _HELLO_SECONDS = 60.0
 _DRAIN_SECONDS = 5.0
@@ -83,16 +85,10 @@ class Drain:
 
     def take(self) -> tuple[bytes, bool]:
         """What was kept and whether it was cut, with what is in the pipe now; the next part starts empty."""
-        while not self._closed.done():
-            try:
-                chunk = os.read(self._descriptor, _READ_BYTES)
-            except OSError:
+        for _ in range(_PIPE_BYTES // _READ_BYTES):  # no more than a pipe can hold: somebody may go on writing
+            if self._closed.done():
                 break
-            if not chunk:
-                break
-            self._keep(chunk)
-            if self._read_bytes > self._cap_bytes * _FLOOD_FACTOR:
-                break
+            self._on_readable()
         taken = bytes(self._kept), self.truncated
         self._kept.clear()
         self._read_bytes, self.truncated = 0, False
