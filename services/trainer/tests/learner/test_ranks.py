@@ -31,6 +31,8 @@ from .tiny import tiny_folder, tiny_groups
 torch.set_num_threads(1)
 LOSS = LossSpec(name="ppo", clip_low=0.9, clip_high=5.0)
 STEP = StepSpec(learning_rate=1e-2, max_grad_norm=1.0)
+_PATIENCE = 150.0
+"""Hang guard; seconds on an idle machine."""
 
 
 class Sharded:
@@ -45,7 +47,7 @@ class Sharded:
 async def sharded(tmp_path: Path) -> AsyncIterator[Sharded]:
     settings, broker, losses = ServiceSettings(drain_seconds=0), FakeBroker(), []
     async with running(Service((broker.mount(),)), settings) as bound, open_channel(bound.grpc) as channel:
-        backend = ManyRanks(RankSetup(2, bound.grpc, timeout_seconds=30.0), losses.append)
+        backend = ManyRanks(RankSetup(2, bound.grpc, timeout_seconds=_PATIENCE), losses.append)
         host = LearnerHost(channel, backend=backend)
         mount = Mount(LearnerServicer(host), add_LearnerServiceServicer_to_server, SERVICE_NAME)
         async with running(Service((mount,)), settings) as served, open_channel(served.grpc) as door:
@@ -55,6 +57,12 @@ async def sharded(tmp_path: Path) -> AsyncIterator[Sharded]:
             found.losses = losses
             yield found
         await host.close()
+
+
+async def created(w: World) -> None:
+    """Starts the ranks: two processes import torch's compiler first."""
+    request = pb.CreateModelRequest(model_id=MODEL, path=str(w.folder), seed=1, transport="shm")
+    await w.stub.CreateModel(request, timeout=_PATIENCE)
 
 
 def unmasked(folder: Path, steps: int) -> Learner:
@@ -72,7 +80,7 @@ def unmasked(folder: Path, steps: int) -> Learner:
 async def test_two_ranks_train_publish_and_resume_as_one_does(tmp_path: Path) -> None:
     async with sharded(tmp_path) as s:
         w = s.world
-        await w.create()
+        await created(w)
         for op_id in (1, 3):
             batch = backward(op_id)
             batch.micro_batch_completions = 1 + op_id  # another number of parts, even and odd
@@ -100,7 +108,7 @@ async def resumed(s: Sharded, w: World) -> None:
     load = pb.LoadStateRequest(
         model_id=MODEL, path=str(w.folder), store_url=w.store_url, objects=saved.objects, transport="shm"
     )
-    assert (await w.stub.LoadState(load)).version == 2
+    assert (await w.stub.LoadState(load, timeout=_PATIENCE)).version == 2
     assert [(await w.stub.OptimStep(optim(6))).grad_norm, (await w.step(7)).grad_norm] == norms
     await w.stub.ForwardBackward(backward(9, advantage=float("nan")))
     assert not (await w.stub.OptimStep(optim(10))).applied
@@ -113,7 +121,7 @@ async def killed(s: Sharded, w: World) -> None:
     """A rank that dies is named by the call that needs it and told to the process, within seconds."""
     (pid,) = s.backend.group.pids
     os.kill(pid, signal.SIGKILL)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(_PATIENCE):
         error = await refusal(w.stub.ForwardBackward(backward(11)))
         assert error.code() is grpc.StatusCode.UNAVAILABLE
         assert f"rank 1 (pid {pid}) ended with status -9" in (error.details() or "")
