@@ -137,6 +137,7 @@ BAD = {
     "a surrogate in the full rung": {"full_verifier": "test/slow"},
     "a release on a rung that is not there": {"surrogate_verifier": ""},
     "payload that is no JSON": {"payload": b"{"},
+    "payload that is no UTF-8": {"payload": b'{"a": "\xff"}'},
     "trust that leaves above where it enters": {"policy": pb.LadderPolicy(trust_enter=0.1, trust_leave=0.2)},
     "an audit of nothing": {"policy": pb.LadderPolicy(audit_share=0.0)},
     "a correlation that is no number": {"policy": pb.LadderPolicy(trust_enter=float("nan"))},

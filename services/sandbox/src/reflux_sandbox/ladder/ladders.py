@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 _WORKERS = 4
 _SWEEP_SECONDS = 2.0
 """How soon what no stream told is seen: jobs that ended before a restart, versions that made a group stale."""
+_QUIET_SECONDS = 30.0
 _RETRY_SECONDS = 0.3
 _WAIT_MS = 1000
 _PRIORITY_STEP = 0.2
@@ -48,6 +49,8 @@ class Ladders:
         self._ladder_of: dict[str, str] = {}
         """Job -> ladder, of jobs that have not ended."""
         self._followers: dict[str, asyncio.Task[None]] = {}
+        self._wanted: dict[str, float] = {}
+        """Run -> loop time at which one of its ladders was open."""
         self._tasks: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> Self:
@@ -218,6 +221,7 @@ class Ladders:
 
     async def _follow(self, run: str) -> None:
         """Listens to the jobs of a run from now on."""
+        self._wanted[run] = asyncio.get_running_loop().time()
         if run not in self._followers:
             position = await self._ended.position(run, "")
             if run not in self._followers:
@@ -237,7 +241,7 @@ class Ladders:
                     self.touch(ladder_id)
 
     async def _sweep(self) -> None:
-        """Comes back to every open ladder; forgets runs that have none."""
+        """Comes back to every open ladder."""
         while True:
             try:
                 open_ladders = await self._store.open_ladders()
@@ -247,15 +251,15 @@ class Ladders:
                 metrics.OPEN.set(len(open_ladders))
                 for ladder_id in open_ladders:
                     self.touch(ladder_id)
-                if not open_ladders:
-                    self._hush()
+                self._hush()
             await asyncio.sleep(_SWEEP_SECONDS)
 
     def _hush(self) -> None:
-        for task in self._followers.values():
-            task.cancel()
-        self._followers.clear()
-        self._ladder_of.clear()
+        """Gives up listening to runs that had no open ladder for a while."""
+        now = asyncio.get_running_loop().time()
+        for run in [run for run in self._followers if now - self._wanted[run] > _QUIET_SECONDS]:
+            self._followers.pop(run).cancel()
+            del self._wanted[run]
 
 
 def _news(jobs: dict[Key, Job | None], *, cancelled: bool) -> News:

@@ -70,7 +70,7 @@ async def parse_ladder(request: pb.CreateLadderRequest, door: JobDoor) -> Ladder
         ladder_id=hashlib.blake2b(f"{run}\0{request_id}".encode(), digest_size=16).hexdigest(),
         run=run,
         group=group,
-        payload=request.payload.decode(errors="replace"),
+        payload=_text(request.payload),
         answers=tuple(request.answers),
         sample_ids=tuple(samples),
         policy_version=parse_policy_version(request.policy_version),
@@ -108,6 +108,13 @@ def _all_in_full(spec: LadderSpec) -> sandbox_service_pb2.CreateVerificationRequ
 def _is_of(rung: Rung, fidelity: Rung) -> None:
     if rung != fidelity:
         raise InvalidRequest(f"the verifier of the rung {rung} is of fidelity {fidelity}")
+
+
+def _text(payload: bytes) -> str:
+    try:
+        return payload.decode()
+    except UnicodeDecodeError as error:
+        raise InvalidRequest(f"the payload must be a JSON object in UTF-8: {error}") from None
 
 
 def _verifiers(request: pb.CreateLadderRequest) -> dict[Rung, str]:

@@ -362,8 +362,8 @@ class LadderSample(_message.Message):
     verification: _builtins.str
     """Verification of the full rung; empty when it was never asked for. Format: verifications/{verification}"""
     skipped: _builtins.str
-    """Why there is no full grade and there will be none: "decided", "negligible", "stale", "budget", "failed_rule",
-    "cancelled" or the outcome of the verification; empty otherwise.
+    """Why it will never be verified in full: "decided", "negligible", "stale", "budget", "failed_rule" or "cancelled";
+    empty otherwise.
     """
     settled_reward: _builtins.float
     """Reward that counts when the ladder is settled: the full one, else its forecast; unset when it is unknown."""
@@ -905,7 +905,7 @@ class GetCalibrationResponse(_message.Message):
     spread: _builtins.float
     """Standard deviation of full minus cheap."""
     groups_open: _builtins.int
-    """Groups by state."""
+    """Groups that are not settled."""
     groups_released: _builtins.int
     """Groups released so far."""
     groups_settled: _builtins.int
