@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from pymatgen.core import Lattice, Structure
 
 from reflux_tasks.chemistry.sanity import structure_problem
-from reflux_tasks.csp.answers import MAX_CHARACTERS, expand, parse_answer, read_words
+from reflux_tasks.csp.answers import MAX_CHARACTERS, expand, parse_answer
 from reflux_tasks.xrd.answers import InvalidAnswer
 
 RUTILE = "Ti O n2 sg136 4.594 2.959 Ti 0 0 0 O 0.3053 0.3053 0 <eos>"
@@ -64,7 +64,7 @@ def test_100_megabytes_are_refused_unread() -> None:
 
 def test_a_list_of_words_is_bounded_as_a_text_is() -> None:
     with pytest.raises(InvalidAnswer, match="characters"):
-        read_words(["Ti" * MAX_CHARACTERS, "<eos>"])
+        parse_answer(["Ti" * MAX_CHARACTERS, "<eos>"])
 
 
 def test_rutile_is_read_as_the_crystal_that_it_is() -> None:

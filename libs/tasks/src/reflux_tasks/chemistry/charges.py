@@ -7,12 +7,12 @@ D. W. Davies et al., SMACT: Semiconducting Materials by Analogy and Chemical The
 import functools
 import math
 
+from reflux_tasks.chemistry.mlip import WAY_OUT
 from reflux_tasks.verify import VerifierUnavailable
 
 MAX_COMBINATIONS = 10_000_000
 """Product of the numbers of oxidation states beyond which the enumeration would hang (the cap of CrystaLLM)."""
 MAX_STOICHIOMETRY = 1000
-WAY_OUT = "install the extra: pip install 'reflux-tasks[chemistry]'"
 
 
 @functools.lru_cache(maxsize=4096)

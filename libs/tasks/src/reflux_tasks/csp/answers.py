@@ -21,10 +21,10 @@ import numpy as np
 
 from reflux_tasks.chemistry.sanity import MAX_ATOMS, cell_problem, structure_problem
 from reflux_tasks.chemistry.symmetry import CELL_PARAMETERS, cell_vectors, crystal_system, orbit
+from reflux_tasks.chemistry.wording import bounded_words
 from reflux_tasks.verify import Answer
 from reflux_tasks.xrd.answers import ELEMENTS, InvalidAnswer
 
-END, PAD = "<eos>", "<pad>"
 MAX_WORDS = 1024
 MAX_CHARACTERS = 16_384
 """Longer answers are refused unread."""
@@ -47,25 +47,9 @@ class ProposedCrystal:
     sites: tuple[tuple[str, tuple[float, float, float]], ...]
 
 
-def read_words(answer: Answer) -> list[str]:
-    """Words before the end word; raises InvalidAnswer for an answer that is too long or does not end."""
-    size = len(answer) if isinstance(answer, str) else sum(min(len(word), MAX_CHARACTERS) + 1 for word in answer)
-    if size > MAX_CHARACTERS:
-        raise InvalidAnswer(f"{size} characters, at most {MAX_CHARACTERS} are read")
-    words = answer.split() if isinstance(answer, str) else [str(word) for word in answer]
-    if len(words) > MAX_WORDS:
-        raise InvalidAnswer(f"{len(words)} words, at most {MAX_WORDS} are read")
-    if END not in words:
-        raise InvalidAnswer(f"no {END}")
-    end = words.index(END)
-    if any(word != PAD for word in words[end + 1 :]):
-        raise InvalidAnswer(f"words after {END}")
-    return words[:end]
-
-
 def parse_answer(answer: Answer) -> ProposedCrystal:
     """Raises InvalidAnswer that says where the grammar is broken."""
-    words = read_words(answer)
+    words = bounded_words(answer, MAX_CHARACTERS, MAX_WORDS)
     place = next((i for i, word in enumerate(words) if _SPACE_GROUP.fullmatch(word)), None)
     if place is None or int(words[place][2:]) > 230:
         raise InvalidAnswer("no space group sg1 to sg230")

@@ -11,7 +11,8 @@ from functools import cached_property
 import numpy as np
 
 from reflux_tasks.chemistry.symmetry import CELL_PARAMETERS, crystal_system
-from reflux_tasks.csp.answers import END, PAD, formula_words
+from reflux_tasks.chemistry.wording import END, PAD
+from reflux_tasks.csp.answers import formula_words
 from reflux_tasks.csp.references import Reference
 
 ANSWER, NOTHING = "<ans>", "<none>"

@@ -13,11 +13,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
+from reflux_tasks.chemistry.wording import END, bounded_words
 from reflux_tasks.synthesis.shelf import GASES, PRECURSORS
 from reflux_tasks.verify import Answer
 from reflux_tasks.xrd.answers import InvalidAnswer
 
-END, PAD, TO, AND, AT = "<eos>", "<pad>", "to", "and", "at"
+TO, AND, AT = "to", "and", "at"
 MAX_WORDS = 64
 MAX_CHARACTERS = 2048
 """Longer answers are refused unread."""
@@ -39,7 +40,7 @@ class Recipe:
 
 def parse_answer(answer: Answer) -> Recipe:
     """Raises InvalidAnswer that says where the grammar is broken."""
-    words = _words(answer)
+    words = bounded_words(answer, MAX_CHARACTERS, MAX_WORDS)
     for mark in (TO, AT):
         if words.count(mark) != 1:
             raise InvalidAnswer(f"the word {mark!r} is needed once")
@@ -54,21 +55,6 @@ def parse_answer(answer: Answer) -> Recipe:
         raise InvalidAnswer(f"products are an amount, then {AND!r}, amount and gas for each gas")
     gases = [word for i, word in enumerate(products) if i and i % 3 != 1]
     return Recipe(precursors, _amount(products[0]), _pairs(gases, frozenset(GASES), "gas"), _kelvin(words[at + 1]))
-
-
-def _words(answer: Answer) -> list[str]:
-    size = len(answer) if isinstance(answer, str) else sum(min(len(word), MAX_CHARACTERS) + 1 for word in answer)
-    if size > MAX_CHARACTERS:
-        raise InvalidAnswer(f"{size} characters, at most {MAX_CHARACTERS} are read")
-    words = answer.split() if isinstance(answer, str) else [str(word) for word in answer]
-    if len(words) > MAX_WORDS:
-        raise InvalidAnswer(f"{len(words)} words, at most {MAX_WORDS} are read")
-    if END not in words:
-        raise InvalidAnswer(f"no {END}")
-    end = words.index(END)
-    if any(word != PAD for word in words[end + 1 :]):
-        raise InvalidAnswer(f"words after {END}")
-    return words[:end]
 
 
 def _pairs(words: Sequence[str], known: frozenset[str], what: str) -> tuple[tuple[str, Fraction], ...]:

@@ -12,8 +12,9 @@ from typing import Any, ClassVar, Self
 import numpy as np
 
 from reflux_tasks.chemistry.subset import small_parts
+from reflux_tasks.chemistry.wording import END, PAD
 from reflux_tasks.options import InvalidOption, parse_options
-from reflux_tasks.synthesis.answers import AND, AT, END, PAD, TO, Recipe, format_recipe
+from reflux_tasks.synthesis.answers import AND, AT, TO, Recipe, format_recipe
 from reflux_tasks.synthesis.dft import DftVerifier
 from reflux_tasks.synthesis.phases import TARGETS
 from reflux_tasks.synthesis.shelf import GASES, PRECURSORS
