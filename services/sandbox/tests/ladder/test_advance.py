@@ -198,7 +198,7 @@ def test_a_budget_holds_what_is_under_way():
 
 
 @given(st.data())
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_events_are_told_once_whatever_the_order_and_however_often_news_repeat(data):
     asked = spec(("a", "b", "c", "b"))
     view = data.draw(st.sampled_from([TRUSTED, INFORMED, RunView()]))
