@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -138,8 +137,10 @@ def test_a_learner_without_a_run_says_so_in_one_line_and_exits_with_2() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGTERM])
-async def test_a_learner_whose_rank_ends_ends_with_status_1_and_the_cause(tmp_path: Path, signal_number: int) -> None:
+@pytest.mark.parametrize(("victim", "status"), [("rank", 1), ("all", 0)])
+async def test_a_learner_whose_rank_dies_fails_with_the_cause_and_one_that_is_told_to_end_does(
+    tmp_path: Path, victim: str, status: int
+) -> None:
     trainer = FakeTrainer()
     mount = Mount(trainer, add_TrainerServiceServicer_to_server, "reflux.trainer.v1.TrainerService")
     async with running(Service((mount,)), ServiceSettings(drain_seconds=0)) as bound:
@@ -158,8 +159,10 @@ async def test_a_learner_whose_rank_ends_ends_with_status_1_and_the_cause(tmp_pa
             threads = Path(f"/proc/{process.pid}/task").glob("*/children")
             pids = [pid for thread in threads for pid in thread.read_text().split()]
             ranks = [pid for pid in pids if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-            os.kill(int(ranks[0]), signal_number)
+            for pid, number in [(int(ranks[0]), 9)] if victim == "rank" else [(int(ranks[0]), 15), (process.pid, 15)]:
+                os.kill(pid, number)
             assert process.stderr is not None
             told = await process.stderr.read()
-            assert await process.wait() == 1
-    assert f"the process of rank 1 (pid {ranks[0]}) ended with status -{int(signal_number)}".encode() in told
+            assert await process.wait() == status
+    named = f"the process of rank 1 (pid {ranks[0]}) ended with status -9".encode() in told
+    assert named == (victim == "rank"), told

@@ -1,8 +1,6 @@
 """Entry point of `reflux-learner`: one model behind LearnerService, announced to the trainer."""
 
 import asyncio
-import os
-import signal
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
@@ -11,9 +9,8 @@ from reflux_kit.channel import open_channel
 from reflux_kit.errors import StartupError
 from reflux_kit.server import Bound, Mount, Service, serve
 from reflux_storage.stores.options import S3Options
-from reflux_trainer.learner.backends import Backend, OneRank
+from reflux_trainer.learner.backend_choice import chosen_backend
 from reflux_trainer.learner.host import LearnerHost
-from reflux_trainer.learner.ranks.setup import RankSetup
 from reflux_trainer.learner.registration import announced
 from reflux_trainer.learner.servicer import SERVICE_NAME, LearnerServicer
 from reflux_trainer.learner.settings import LearnerSettings
@@ -33,7 +30,7 @@ async def build(settings: LearnerSettings) -> AsyncIterator[Service]:
         reporting(broker, f"learners/{settings.run}", choice),
     ):
         lost: list[str] = []
-        backend = _backend(settings, lost)
+        backend = chosen_backend(settings, lost)
         host = LearnerHost(broker, settings.threads, settings.stack_secret, choice.open, backend)
         servicer = LearnerServicer(host, S3Options(endpoint=settings.s3_endpoint or None))
 
@@ -47,20 +44,6 @@ async def build(settings: LearnerSettings) -> AsyncIterator[Service]:
             await host.close()
     if lost:
         raise SystemExit(1)  # the agent starts another one, and the run goes on from its last checkpoint
-
-
-def _backend(settings: LearnerSettings, lost: list[str]) -> Backend:
-    """Who computes; a rank that is lost is noted, and ends the process."""
-    if settings.ranks == 1:
-        return OneRank()
-    from reflux_trainer.learner.ranks.backend import ManyRanks  # imports torch's compiler: seconds
-
-    def ends(reason: str) -> None:
-        lost.append(reason)
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    setup = RankSetup(settings.ranks, settings.broker_address, settings, settings.rank_timeout_seconds)
-    return ManyRanks(setup, ends)
 
 
 def main() -> None:

@@ -6,6 +6,7 @@ checkpoints that are written while training goes on. An order is (method, argume
 """
 
 import asyncio
+import signal
 import threading
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
@@ -21,7 +22,9 @@ LANES = ("torch", "publish", "state")
 
 
 def main(rank: int, setup: RankSetup, rendezvous: str, lanes: Mapping[str, Connection]) -> None:
-    """Target of the process."""
+    """Target of the process. Signals to the group are rank 0's affair: the others end when their lanes close."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
     with joined(rank, setup.ranks, rendezvous, setup.timeout_seconds) as mesh:
         works = ShardWorks(mesh)
