@@ -1,5 +1,6 @@
 """Request bodies in JSON. Fields that nobody knows are ignored, as the API asks."""
 
+import json
 from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -196,3 +197,8 @@ def parse(kind: type[T], raw: bytes) -> T:
         first = error.errors(include_input=False, include_url=False)[0]
         where = ".".join(map(str, first["loc"])) or "body"
         raise InvalidRequest(f"{where}: {first['msg']}", field=where) from None
+
+
+def canonical(raw: bytes) -> bytes:
+    """Equal for equal JSON documents, whatever the order of their keys."""
+    return json.dumps(json.loads(raw), sort_keys=True).encode()

@@ -1,7 +1,6 @@
 """The API's verbs: what each request means for sessions, models, samplers and futures. HTTP is elsewhere."""
 
 import asyncio
-import json
 import logging
 import random
 import time
@@ -27,6 +26,7 @@ from reflux_trainer.tinker.settings import TinkerSettings
 
 log = logging.getLogger(__name__)
 _SWEEP_SECONDS = 10.0
+_HEARTBEAT_SECONDS = 60.0
 
 
 class ResultGone(ServiceError):
@@ -82,18 +82,21 @@ class Door:
             self.desks.of(sampler.base_model).sampling.add(open_call(sampler, seq_id, found[1]))
 
     async def _sweep(self) -> None:
+        silence = self.settings.session_seconds
+        heard_from = time.time() + _HEARTBEAT_SECONDS  # before, clients may not have found this trainer yet
         while True:
             await asyncio.sleep(_SWEEP_SECONDS)
             try:
-                for session_id in await self.catalog.silent_sessions(time.time() - self.settings.session_seconds):
-                    log.info("session %s was silent for %g s and is over", session_id, self.settings.session_seconds)
-                    await self._end_session(session_id)
+                for session_id in await self.catalog.silent_sessions(time.time() - silence):
+                    if time.time() > heard_from:
+                        log.info("session %s was silent for %g s and is over", session_id, silence)
+                        await self._end_session(session_id)
                 for checkpoint in await self.catalog.expired_checkpoints():
                     await self._remove(checkpoint)
                 await self._futures.sweep()
                 await self.desks.rest()
-            except RedisError as error:
-                log.warning("the sweep of the Tinker API waits for Redis: %s", error)
+            except (RedisError, StorageError, ServiceError) as error:
+                log.warning("a sweep of the Tinker API broke off, the next one goes on: %s", error)
 
     async def create_session(self, tenant: str, body: bodies.CreateSession) -> Session:
         """Opens a session."""
@@ -203,7 +206,7 @@ class Door:
         progress = await self._futures.progress(model.model_id)
         if seq_id < progress.next_seq and await self._futures.get(model.model_id, seq_id) is None:
             raise Conflict(f"operation {seq_id} of {model.model_id} is done, and its result is no longer kept")
-        digest = payload if kind in (FORWARD, FORWARD_BACKWARD) else _canonical(payload)
+        digest = payload if kind in (FORWARD, FORWARD_BACKWARD) else bodies.canonical(payload)
         await self._futures.submit(tenant, model.model_id, seq_id, kind, payload, digest)
         self.desks.worker(model).wake()
         return names.request_id(model.model_id, seq_id)
@@ -239,7 +242,7 @@ class Door:
         check_sample(body, self.desks.of(sampler.base_model).base.vocab_size)
         seed = random.getrandbits(63) if body.sampling_params.seed is None else body.sampling_params.seed
         payload = close_call(raw, seed)
-        if await self._futures.submit(tenant, sampler.sampler_id, body.seq_id, "A", payload, _canonical(raw)):
+        if await self._futures.submit(tenant, sampler.sampler_id, body.seq_id, "A", payload, bodies.canonical(raw)):
             self.desks.of(sampler.base_model).sampling.add(open_call(sampler, body.seq_id, payload))
         return names.request_id(sampler.sampler_id, body.seq_id), body.num_samples
 
@@ -293,8 +296,3 @@ class Door:
 def _check_adamw(config: bodies.OptimizerConfig) -> None:
     if config.type != "adamw":
         raise InvalidRequest(f"optimizer {config.type[:40]!r} is not served, only adamw is", field="optimizer_config")
-
-
-def _canonical(raw: bytes) -> bytes:
-    """Equal for equal JSON documents, whatever the order of their keys."""
-    return json.dumps(json.loads(raw), sort_keys=True).encode()
