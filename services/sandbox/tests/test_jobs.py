@@ -99,8 +99,14 @@ def row(**changes):
         [row(reward=float("inf"))],
         [row(reward=float("nan"))],
         [row(reward="much")],
+        [row(figures={"x": float("nan")})],
     ],
 )
 def test_malformed_grades_of_a_child_are_refused(rows):
     with pytest.raises(ValueError):
         parse_child_grades(rows, 1)
+
+
+def test_half_a_surrogate_pair_in_a_grade_can_be_told():
+    (grade,) = parse_child_grades([row(message="a\ud800b", figures={"\ud800": 1.0})], 1)
+    assert (grade.message, grade.figures) == ("a?b", {"?": 1.0})

@@ -289,6 +289,16 @@ async def test_a_repeated_finish_is_the_same_finish(store):
     assert (await store.report("run")).executed == 1
 
 
+async def test_text_without_utf8_spoils_no_end_that_travels_with_it(store):
+    ids = [(await create(store, spec(str(n))))[1] for n in range(3)]
+    first, second, third = (await store.claim("rule", "", 9)).jobs
+    strange = JobEnd(job=second, outcome="infra_error", message="a\ud800b")
+    assert await asyncio.gather(*(store.finish(end) for end in (scored(first), strange, scored(third)))) == [True] * 3
+    jobs = [await store.get(job_id) for job_id in ids]
+    assert [outcomes(job) for job in jobs] == [["scored"], ["infra_error"], ["scored"]]
+    assert jobs[1].error == "a?b"
+
+
 async def test_another_service_waits_for_the_lease_to_end(redis_client, prefix):
     first = VerificationStore(redis_client, "box-1", limits(lease_seconds=0.2), prefix)
     second = VerificationStore(redis_client, "box-2", limits(), prefix)

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, get_args
@@ -205,7 +206,8 @@ def grade_from_json(text: bytes) -> Grade:
 
 
 def parse_child_grades(rows: object, count: int) -> tuple[Grade, ...]:
-    """Grades from a child's frame, which is not trusted. Raises ValueError unless `count` are well-formed."""
+    """Grades from a child's frame, which is not trusted: text without a spelling in UTF-8 becomes question marks, as no
+    message could carry it. Raises ValueError unless `count` are well-formed."""
     if not isinstance(rows, list) or len(rows) != count:
         raise ValueError(f"the verifier did not return {count} grades")
     grades = []
@@ -213,6 +215,12 @@ def parse_child_grades(rows: object, count: int) -> tuple[Grade, ...]:
         outcome, reward = row["outcome"], float(row["reward"])
         if outcome not in (*REWARDS, "infra_error") or not abs(reward) < float("inf"):
             raise ValueError(f"the verifier returned outcome {outcome!r} with reward {reward}")
-        figures = {str(key): float(value) for key, value in row["figures"].items()}
-        grades.append(Grade(outcome=outcome, reward=reward, figures=figures, message=str(row["message"])))
+        figures = {_speakable(key): float(value) for key, value in row["figures"].items()}
+        if not all(map(math.isfinite, figures.values())):
+            raise ValueError("the verifier returned a figure that is not finite")
+        grades.append(Grade(outcome=outcome, reward=reward, figures=figures, message=_speakable(row["message"])))
     return tuple(grades)
+
+
+def _speakable(text: object) -> str:
+    return str(text).encode(errors="replace").decode()

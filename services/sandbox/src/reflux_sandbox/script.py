@@ -18,5 +18,6 @@ class StoreScript:
 
     async def __call__(self, operation: str, texts: list[str] | None = None, **arguments: Any) -> Any:
         """The answer of `operations.<operation>`; `texts` travel beside the JSON, for what is large."""
-        document = json.dumps(arguments, separators=(",", ":"), ensure_ascii=False)
+        # Half a surrogate pair in what a verifier says has no UTF-8: it must not fail the calls that share this one.
+        document = json.dumps(arguments, separators=(",", ":"), ensure_ascii=False).encode(errors="replace")
         return await self._script(keys=[self._prefix], args=[operation, document, *(texts or ())])
