@@ -7,6 +7,7 @@ import pytest
 
 from reflux_kit.errors import CapacityExhausted, InvalidRequest, NotFound, WrongState
 from reflux_kit.redis import open_redis
+from reflux_sandbox.external import OutsideCallers
 from reflux_sandbox.jobs import Grade, JobEnd, JobSpec, Selector, answer_keys
 from reflux_sandbox.store import StoreLimits, VerificationStore
 
@@ -297,6 +298,19 @@ async def test_text_without_utf8_spoils_no_end_that_travels_with_it(store):
     jobs = [await store.get(job_id) for job_id in ids]
     assert [outcomes(job) for job in jobs] == [["scored"], ["infra_error"], ["scored"]]
     assert jobs[1].error == "a?b"
+
+
+async def test_a_job_graded_by_its_equal_while_it_was_at_work_ends_when_it_is_given_back(store):
+    outside = {"verifier": "external/x", "queue": "external/x"}
+    (_, claimed), (_, equal) = [(await store.create(spec(**outside))) for _ in range(2)]
+    (lease,) = (await store.claim_for("external/x", "external/x", 1, "caller", 5.0)).jobs
+    assert lease.job_id == claimed.job_id
+    grade = Grade(outcome="scored", reward=4.0)
+    await OutsideCallers(store).complete(equal.job_id, equal.token, (grade,), 0.0)
+    assert (await store.get(claimed.job_id)).state == "running"
+    assert await store.release(lease, "the caller went away", counted=True) == "ended"
+    job = await store.get(claimed.job_id)
+    assert (job.state, job.grades, job.error) == ("ended", (grade,), "")
 
 
 async def test_another_service_waits_for_the_lease_to_end(redis_client, prefix):

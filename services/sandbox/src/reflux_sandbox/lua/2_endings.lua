@@ -125,6 +125,12 @@ end
 local function release(id, message, most_attempts, failed, keep_seconds)
   local attempts = tonumber(redis.call('HGET', job(id), 'attempts'))
   redis.call('ZREM', p .. 'running', id)
+  if redis.call('HGET', job(id), 'missing') == '0' then -- equal jobs were graded while this one was at work
+    redis.call('HSET', job(id), 'owner', '')
+    mark_ended(id, keep_seconds)
+    land(id, keep_seconds)
+    return 'ended'
+  end
   if failed and attempts >= most_attempts then
     local text = message .. ' (attempt ' .. attempts .. ' of ' .. most_attempts .. ')'
     end_unknown(id, 'infra_error', text, keep_seconds, true)

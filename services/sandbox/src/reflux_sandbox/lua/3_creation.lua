@@ -84,9 +84,9 @@ function operations.create(a, payloads)
   return hows
 end
 
--- The distinct answers that `id` is to run; the others have a grade, or another job is at work on them.
+-- The distinct answers that `id` is to run, and how many have no grade; of these another job may be at work on some.
 local function take_answers(id, keys, keep_seconds)
-  local own, missing = {}, nil
+  local own, missing = {}, tonumber(redis.call('HGET', job(id), 'missing'))
   for i = 0, count_of(keys) - 1 do
     if redis.call('HEXISTS', job(id), 'g' .. i) == 0 then
       local key = key_at(keys, i)
