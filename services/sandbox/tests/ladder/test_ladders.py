@@ -10,6 +10,7 @@ from ladder_world import World, kinds, parsed
 
 from reflux.sandbox.v1.verification_pb2 import Verification
 from reflux_sandbox.ladder.calibration import Record
+from reflux_sandbox.ladder.ladders import Ladders
 from reflux_sandbox.ladder.state import LadderState
 from reflux_sandbox.ladder.store import Commit
 from reflux_sandbox.leases import stop_tasks
@@ -124,6 +125,21 @@ async def test_cancelling_settles_and_takes_the_jobs_out_of_the_queue(world, run
         world.paused = set()
         await world.until(run, "settlement", 2)
     assert Counter(fidelity for fidelity, _ in world.graded)["full"] == 2
+
+
+async def test_a_cancellation_that_another_step_overtakes_is_tried_again(world, run, monkeypatch):
+    commit, refusals = world.ladders_store.commit, iter([False])
+
+    async def overtaken(stored, step):
+        return next(refusals, True) and await commit(stored, step)
+
+    spec = await parsed(world, run, **ALL)
+    await world.ladders_store.create(spec)
+    monkeypatch.setattr(world.ladders_store, "commit", overtaken)
+    ladders = Ladders(world.ladders_store, world.door, None)
+    assert await ladders.cancel(spec.ladder_id)
+    assert (await world.ladders_store.load(spec.ladder_id)).state.settled
+    assert not await ladders.cancel(spec.ladder_id)
 
 
 async def test_stale_groups_are_given_up_when_a_newer_version_is_seen(world, run):

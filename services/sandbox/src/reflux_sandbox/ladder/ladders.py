@@ -73,13 +73,14 @@ class Ladders:
 
     async def cancel(self, ladder_id: str) -> bool:
         """Settles a ladder with what is known; False when it was settled before. Raises NotFound."""
-        before = await self._store.load(ladder_id)
-        while not before.state.settled:
-            if await self._step(before, cancelled=True):
-                self.touch(ladder_id)
-                return True
-            before = await self._store.load(ladder_id)
-        return False
+        stored = await self._store.load(ladder_id)
+        if stored.state.settled:
+            return False
+        while not stored.state.settled:  # a step that another one overtook has cancelled nothing
+            await self._step(stored, cancelled=True)
+            stored = await self._store.load(ladder_id)
+        self.touch(ladder_id)
+        return True
 
     async def cancel_run(self, run: str, older_than: int) -> int:
         """Settles the ladders of a run, those of versions below `older_than` when it is not 0; returns how many."""
