@@ -27,6 +27,7 @@ class RankGroup:
     def __init__(self, setup: RankSetup, on_loss: Callable[[str], None]) -> None:
         """Starts and joins all ranks. `on_loss` is called once, from a thread, when a process has ended unasked."""
         self._on_loss, self._closing = on_loss, threading.Event()
+        self._ended, self._cause = threading.Event(), ""
         self._stack = ExitStack()
         folder = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="reflux-ranks-"))
         rendezvous = str(Path(folder) / "store")
@@ -73,6 +74,7 @@ class RankGroup:
     def close(self) -> None:
         """Ends the processes; the torch thread calls it."""
         self._closing.set()
+        self._watch.join()
         for ends in self._lanes.values():
             for end in ends:
                 end.close()
@@ -110,17 +112,18 @@ class RankGroup:
 
     def _dead(self, seconds: float) -> str:
         """What became of a process that ended, waiting for one that is about to."""
-        ended = wait([process.sentinel for process in self._processes], seconds)
-        for rank, process in enumerate(self._processes, 1):
-            if process.sentinel in ended:
-                process.join(_DEATH_SECONDS)
-                return f"the process of rank {rank} (pid {process.pid}) ended with status {process.exitcode}"
-        return ""
+        self._ended.wait(seconds)
+        return self._cause
 
     def _watched(self) -> None:
+        """The one thread that asks for the status of an ended process: the kernel tells it once."""
         while not self._closing.is_set():
-            dead = self._dead(_LOOK_SECONDS)
-            if dead and not self._closing.is_set():
-                log.error("%s", dead)
-                self._on_loss(dead)
-                return
+            ended = wait([process.sentinel for process in self._processes], _LOOK_SECONDS)
+            for rank, process in enumerate(self._processes, 1):
+                if process.sentinel in ended and not self._closing.is_set():
+                    process.join(_DEATH_SECONDS)
+                    self._cause = f"the process of rank {rank} (pid {process.pid}) ended with status {process.exitcode}"
+                    self._ended.set()
+                    log.error("%s", self._cause)
+                    self._on_loss(self._cause)
+                    return
