@@ -1,7 +1,9 @@
 """Ladders on a real job store: what is told survives a death at any point, once."""
 
 import asyncio
+import dataclasses
 import random
+import time
 import uuid
 from collections import Counter
 
@@ -9,6 +11,7 @@ import pytest
 from ladder_world import World, kinds, parsed
 
 from reflux.sandbox.v1.verification_pb2 import Verification
+from reflux_kit.errors import NotFound
 from reflux_sandbox.ladder.calibration import Record
 from reflux_sandbox.ladder.ladders import Ladders
 from reflux_sandbox.ladder.state import LadderState
@@ -140,6 +143,23 @@ async def test_a_cancellation_that_another_step_overtakes_is_tried_again(world, 
     assert await ladders.cancel(spec.ladder_id)
     assert (await world.ladders_store.load(spec.ladder_id)).state.settled
     assert not await ladders.cancel(spec.ladder_id)
+
+
+async def test_a_ladder_whose_next_job_is_refused_waits_and_then_settles_without_it(world, run, monkeypatch):
+    def refuse(request):
+        asked.set()
+        raise NotFound("there is no verifier any more")
+
+    asked = asyncio.Event()
+    spec = await parsed(world, run, **ALL)
+    monkeypatch.setattr(world.door, "parse", refuse)
+    async with asyncio.timeout(30), world.ladders() as ladders:
+        await ladders.create(dataclasses.replace(spec, ladder_id="a" * 32))
+        await asked.wait()
+        await ladders.create(dataclasses.replace(spec, ladder_id="b" * 32, created=time.time() - 4 * 3600))
+        (event,) = await world.until(run, "settlement")
+    assert event.ladder.endswith("b" * 32)
+    assert {row.skipped for row in event.settlement.samples} == {"cancelled"}
 
 
 async def test_stale_groups_are_given_up_when_a_newer_version_is_seen(world, run):

@@ -9,7 +9,8 @@ from typing import Any, Self
 
 from redis.exceptions import RedisError
 
-from reflux_kit.errors import CapacityExhausted, NotFound
+from reflux_kit.errors import CapacityExhausted, InvalidRequest, NotFound, WrongState
+from reflux_sandbox.creation import default_deadline
 from reflux_sandbox.jobs import Grade, Job
 from reflux_sandbox.ladder import metrics
 from reflux_sandbox.ladder.advance import News, RunView, Step, advance
@@ -19,7 +20,7 @@ from reflux_sandbox.ladder.messages import to_event
 from reflux_sandbox.ladder.release import Rung
 from reflux_sandbox.ladder.runs import Runs
 from reflux_sandbox.ladder.settlement import is_over, settle
-from reflux_sandbox.ladder.state import Event, FullEnd, LadderSpec, LadderState
+from reflux_sandbox.ladder.state import FULL, Event, FullEnd, LadderSpec, LadderState
 from reflux_sandbox.ladder.store import Commit, LadderStore, Stored
 from reflux_sandbox.leases import stop_tasks
 from reflux_sandbox.reader import JobReader
@@ -34,6 +35,8 @@ _RETRY_SECONDS = 0.3
 _WAIT_MS = 1000
 _PRIORITY_STEP = 0.2
 """Relative change of a priority that is worth moving a job for."""
+_REFUSALS = (CapacityExhausted, InvalidRequest, NotFound, WrongState)
+"""A job cannot be created now: no room, or another set of verifiers after a restart."""
 
 
 class Ladders:
@@ -111,8 +114,6 @@ class Ladders:
             self._queued.discard(ladder_id)
             try:
                 await self._advance(ladder_id)
-            except CapacityExhausted as error:
-                log.info("ladder %s waits for room: %s", ladder_id, error)
             except RedisError as error:
                 log.warning("ladder %s waits for Redis (%s)", ladder_id, type(error).__name__)
                 await asyncio.sleep(_RETRY_SECONDS)
@@ -131,7 +132,15 @@ class Ladders:
                 await self._cancel_skipped(stored.spec, stored.state)
                 return await self._store.close(ladder_id)
             await self._follow(stored.spec.run)
-            if not await self._step(stored, cancelled=False):
+            try:
+                goes_on = await self._step(stored, cancelled=False)
+            except _REFUSALS as error:
+                if time.time() - stored.spec.created <= _patience_seconds(stored.spec):
+                    log.info("ladder %s waits for a job that is refused: %s", ladder_id, error)
+                    return None
+                log.warning("ladder %s is given up, a job of it is refused: %s", ladder_id, error)
+                goes_on = await self._step(stored, cancelled=True)
+            if not goes_on:
                 return None
 
     async def _step(self, stored: Stored, *, cancelled: bool) -> bool:
@@ -261,6 +270,11 @@ class Ladders:
         for run in [run for run in self._followers if now - self._wanted[run] > _QUIET_SECONDS]:
             self._followers.pop(run).cancel()
             del self._wanted[run]
+
+
+def _patience_seconds(spec: LadderSpec) -> float:
+    """How long after its creation a ladder may wait for a job that is refused: the deadlines of all its rungs."""
+    return (spec.deadline_seconds or default_deadline(FULL)) * len(spec.verifiers)
 
 
 def _news(jobs: dict[Key, Job | None], *, cancelled: bool) -> News:
