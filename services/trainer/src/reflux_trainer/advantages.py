@@ -8,20 +8,24 @@ from reflux.trainer.v1 import learner_service_pb2 as pb
 from reflux_runs.config import RlConfig
 from reflux_trainer.algo.overlong import overlong_penalty
 from reflux_trainer.algo.registry import ADVANTAGES
+from reflux_trainer.algo.rewards import Rewards
 from reflux_trainer.backlog import rewards_of
 from reflux_trainer.queue.records import Group
 
 
+def shaped(group: Group, rewards: Rewards, config: RlConfig) -> Rewards:
+    """Rewards [samples] of a group's answers less the penalty of those that are nearly too long; NaN stays unknown."""
+    if not config.overlong_buffer:
+        return rewards
+    lengths = np.array([len(sample.token_ids) for sample in group.samples], np.int64)
+    return rewards + overlong_penalty(
+        lengths, max_length=config.max_tokens, buffer=config.overlong_buffer, factor=config.overlong_penalty
+    )
+
+
 def advantages_of(group: Group, config: RlConfig) -> np.ndarray:
     """Advantages [samples] of the shaped rewards; 0 where the reward is unknown."""
-    rewards = rewards_of(group)
-    if config.overlong_buffer:
-        lengths = np.array([len(sample.token_ids) for sample in group.samples], np.int64)
-        factor = config.overlong_penalty
-        rewards = rewards + overlong_penalty(
-            lengths, max_length=config.max_tokens, buffer=config.overlong_buffer, factor=factor
-        )
-    return ADVANTAGES[config.algorithm](rewards)
+    return ADVANTAGES[config.algorithm](shaped(group, rewards_of(group), config))
 
 
 def loss_config(config: RlConfig) -> pb.LossConfig:

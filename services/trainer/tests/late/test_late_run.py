@@ -1,6 +1,7 @@
 """A run that is trained on its surrogate: released at once, corrected later, each group once."""
 
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ from trainer_world import config, create, events_of, finish, short
 
 from reflux.trainer.v1 import run_pb2
 from reflux_runs.config import RlConfig
+from reflux_trainer.advantages import advantages_of
 from reflux_trainer.consume import Batch
 from reflux_trainer.late.rewards import Corrections
 from reflux_trainer.late.store import LateStore, Trained
@@ -122,6 +124,30 @@ async def test_a_group_that_its_surrogate_filtered_is_taught_by_its_final_reward
     await store.settle({0: [1.0, 0.0]}, "1-0")
     (request,) = await corrections().operations(Cursor(op_id=2), 1, BATCH)
     assert [each.advantage for each in request.groups[0].completions] == pytest.approx([0.7071, -0.7071], abs=1e-3)
+
+
+@pytest.mark.parametrize("final", [[0.0, 1.0], [0.0, 0.5]])
+async def test_a_correction_leaves_the_penalty_of_long_answers_as_it_was_trained(store, corrections, final):
+    shaping = {"algorithm": "dr_grpo", "max_tokens": 4, "overlong_buffer": 4, "overlong_penalty": 0.5}
+    long = Sample([4, 1, 1, 1], [-0.5] * 4, "stop", [Span(0, 0, 4)])
+    one = replace(group(0), samples=[group(0).samples[0], long])
+    advantages = advantages_of(one, RlConfig(**shaping))
+    assert advantages == pytest.approx([-0.375, 0.375])  # the penalties are 0.25 and 0.5
+    await corrections(**shaping).trained(1, Batch([one], [], 1), [advantages])
+    await store.settle({0: final}, "1-0")
+    requests = await corrections(**shaping).operations(Cursor(op_id=2), 1, BATCH)
+    change = [each.advantage for request in requests for each in request.groups[0].completions]
+    lost = 1.0 - final[1]
+    assert change == pytest.approx([lost / 2, -lost / 2] if lost else [])
+
+
+async def test_equal_final_rewards_teach_no_length_to_a_group_that_was_filtered(store, corrections):
+    shaping = {"max_tokens": 4, "overlong_buffer": 4, "overlong_penalty": 0.5}
+    long = Sample([4, 1, 1, 1], [-0.5] * 4, "stop", [Span(0, 0, 4)])
+    filtered = replace(group(0, (1.0, 1.0)), samples=[group(0).samples[0], long])
+    await corrections(**shaping).trained(1, Batch([group(7)], [(filtered, "filtered")], 8), [np.zeros(2)])
+    await store.settle({0: [0.0, 0.0]}, "1-0")
+    assert await corrections(**shaping).operations(Cursor(op_id=2), 1, BATCH) == []
 
 
 async def test_rewards_of_groups_that_were_never_trained_are_forgotten(store, corrections):

@@ -11,7 +11,8 @@ import numpy as np
 from reflux.sandbox.v1 import ladder_service_pb2 as ladder_pb
 from reflux.trainer.v1 import learner_service_pb2 as pb
 from reflux_runs.config import RlConfig
-from reflux_trainer.advantages import loss_config, prompt_group
+from reflux_trainer.advantages import loss_config, prompt_group, shaped
+from reflux_trainer.algo.rewards import Rewards, has_signal
 from reflux_trainer.consume import Batch
 from reflux_trainer.late.correction import CorrectionPolicy, correct, scaled
 from reflux_trainer.late.store import LateStore, Trained
@@ -82,7 +83,8 @@ class Corrections:
             if 0 < entry.corrected_by <= cursor.op_id:
                 over.append(index)  # by a step that was logged
             elif entry.op_id <= cursor.op_id:
-                change = correct(entry.provisional, settled[index], version, self._policy)
+                final = self._shaped(entry.group, settled[index])
+                change = correct(entry.provisional, final, version, self._policy)
                 if isinstance(change, str):
                     self._counts[change] += 1
                     over.append(index)
@@ -96,6 +98,10 @@ class Corrections:
         op_id = cursor.op_id + 2
         await self._store.plan([entry for entry, _ in due], op_id)
         return [self._request(op_id, due, batch)]
+
+    def _shaped(self, group: Group, final: Rewards) -> Rewards:
+        """Final rewards as they would have been trained at once; equal ones would have been filtered before shaping."""
+        return shaped(group, final, self._config) if has_signal(final) else final
 
     def _request(
         self, op_id: int, due: Sequence[tuple[Trained, np.ndarray]], batch: Batch
