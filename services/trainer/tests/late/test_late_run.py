@@ -93,12 +93,8 @@ BATCH = Batch([group(7)], [], 1)
 
 
 async def test_a_correction_is_planned_again_until_it_is_logged_and_never_after(store, corrections):
-    batch = Batch([group(0)], [], 1)
-    await corrections().trained(3, batch, [np.array([-0.7, 0.7])])
+    await corrections().trained(3, Batch([group(0)], [], 1), [np.array([-0.7, 0.7])])
     await store.settle({0: [1.0, 0.0]}, "5-0")
-    assert (
-        await corrections().operations(Cursor(op_id=2), 0, BATCH) == []
-    )  # trained by an operation that was not logged
     (first,) = await corrections().operations(Cursor(op_id=4), 1, BATCH)
     (again,) = await corrections().operations(Cursor(op_id=4), 1, BATCH)  # the trainer died before it logged the step
     assert first == again
@@ -107,6 +103,39 @@ async def test_a_correction_is_planned_again_until_it_is_logged_and_never_after(
     assert await corrections().operations(Cursor(op_id=7), 2, BATCH) == []
     assert await store.waiting() == 0
     assert await store.token() == "5-0"
+
+
+async def test_a_correction_that_was_not_logged_is_not_lost_to_others_under_its_number(store, corrections):
+    dead = corrections(groups_per_step=1)
+    await dead.trained(3, Batch([group(5)], [], 6), [np.array([-0.7, 0.7])])
+    await dead.trained(3, Batch([group(4)], [], 6), [np.array([-0.7, 0.7])])
+    await store.settle({5: [1.0, 0.0]}, "1-0")
+    (lost,) = await dead.operations(Cursor(op_id=10), 1, BATCH)  # and dies before it logs operations 11 to 13
+    await store.settle({4: [1.0, 0.0]}, "2-0")
+    alive = corrections(groups_per_step=1)
+    (other,) = await alive.operations(Cursor(op_id=10), 1, BATCH)
+    assert (await store.trained([5]))[5].corrected_by == 0
+    (again,) = await alive.operations(Cursor(op_id=13), 2, BATCH)
+    assert (lost.op_id, other.op_id, again.op_id) == (12, 12, 15)
+    assert await alive.operations(Cursor(op_id=16), 3, BATCH) == []
+    assert await store.waiting() == 0
+    assert (await alive.figures())["late/corrected"] == 2.0
+
+
+async def test_a_group_whose_training_was_not_logged_is_corrected_once_when_it_is_trained(store, corrections):
+    half = np.array([-0.7, 0.7])
+    filtered = [(group(1, (1.0, 1.0)), "filtered")]
+    await corrections().trained(11, Batch([group(0), group(2)], filtered, 3), [half, half])  # and dies: not logged
+    alive = corrections()
+    assert await alive.operations(Cursor(op_id=10), 1, BATCH) == []
+    await alive.trained(11, Batch([group(0), group(3)], [], 2), [half, half])  # logged with operation 12
+    await store.settle({2: [1.0, 0.0]}, "1-0")
+    assert await alive.operations(Cursor(op_id=12), 2, BATCH) == []
+    await alive.trained(13, Batch([group(2), group(4)], [], 5), [half, half])  # logged with operation 14
+    (request,) = await alive.operations(Cursor(op_id=14), 3, BATCH)
+    assert len(request.groups) == 1
+    assert await alive.operations(Cursor(op_id=17), 4, BATCH) == []
+    assert set(await store.trained([0, 1, 2, 3, 4])) == {0, 1, 3, 4}  # the filtered one was closed before the death
 
 
 async def test_late_rewards_beyond_the_bound_are_counted_and_dropped_by_name(store, corrections):

@@ -73,8 +73,12 @@ class Corrections:
         self._config = config
         self._policy = CorrectionPolicy(algorithm=config.algorithm, max_lag=config.correction_lag)
         self._counts: Counter[str] = Counter()
+        self._undone = False
 
     async def operations(self, cursor: Cursor, version: int, batch: Batch) -> list[pb.ForwardBackwardRequest]:
+        if not self._undone:  # an earlier attempt may have died before its last step was logged
+            await self._store.undo(cursor.op_id)
+            self._undone = True
         settled = await self._store.settled()
         entries = await self._store.trained(settled)
         over = [index for index in settled if index not in entries and index < cursor.low_water_index]
@@ -131,7 +135,7 @@ class Corrections:
             if group.provisional
         ]
         rows += [
-            Trained(arrival, [0.0] * len(arrival.samples), op_id)
+            Trained(arrival, [0.0] * len(arrival.samples), op_id=0)
             for arrival, why in batch.dropped
             if why == "filtered" and isinstance(arrival, Group) and arrival.provisional
         ]

@@ -1,7 +1,8 @@
 """Late rewards in Redis: what was trained provisionally, and the final rewards that have come.
 
 An entry of what was trained names the operation that trained it, and the one that corrected it. Both count only once
-the ledger has logged them: a trainer that dies in between finds them undone, so that no correction is lost or doubled.
+the ledger has logged them: a trainer that dies in between has them undone by the next attempt, before its operations
+take the same numbers, so that no correction is lost or doubled.
 """
 
 import json
@@ -26,7 +27,7 @@ class Trained:
     advantages: list[float]
     """Those that were trained; 0 for members or groups that were not."""
     op_id: int
-    """Operation that trained it."""
+    """Operation that trained it; 0 for a filtered group, which none trained."""
     corrected_by: int = 0
     """Operation of its correction; 0 before one was planned."""
 
@@ -78,6 +79,24 @@ class LateStore:
     async def plan(self, trained: Iterable[Trained], op_id: int) -> None:
         """Notes which operation is about to correct groups."""
         await self.remember(replace(each, corrected_by=op_id) for each in trained)
+
+    async def undo(self, op_id: int) -> None:
+        """Takes back what operations beyond the last logged one did: the same numbers will name other operations.
+
+        Groups that they were to train arrive again, corrections that they were to make are planned again. Filtered
+        groups stay: they are closed already.
+        """
+        untrained: list[bytes] = []
+        uncorrected: list[Trained] = []
+        async for name, raw in self._redis.hscan_iter(self._keys.late_trained):
+            head = json.loads(raw.partition(b"\n")[0])
+            if head["op_id"] > op_id:
+                untrained.append(name)
+            elif head["corrected_by"] > op_id:
+                uncorrected.append(Trained.from_bytes(raw))
+        if untrained:
+            await self._redis.hdel(self._keys.late_trained, *untrained)
+        await self.plan(uncorrected, 0)
 
     async def forget(self, indices: Iterable[int]) -> None:
         """Drops groups and their final rewards."""
