@@ -78,6 +78,13 @@ class Batch:
         if leased.lost.is_set():  # cancelled while it waited for its neighbours
             self._leases.forget(leased)
             return
+        if job.version not in (
+            "",
+            self._info.version,
+        ):  # queued before an upgrade: its grade would serve the old version
+            text = f"{job.verifier} is installed as version {self._info.version}, the job wants {job.version}"
+            self._leases.end_unknown(leased, "infra_error", text)
+            return
         loop = asyncio.get_running_loop()
         leased.started = loop.time()
         attributes = {"verifier": job.verifier, "job": job.job_id, "attempt": job.attempt, "run": job.run}

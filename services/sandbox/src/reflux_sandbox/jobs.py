@@ -82,6 +82,8 @@ class Claimed:
     attempt: int
     seconds_left: float
     """Until the deadline, at the time of the claim."""
+    version: str = ""
+    """Of the verifier that the grade is kept for; empty: any."""
 
 
 @dataclass(frozen=True, kw_only=True)

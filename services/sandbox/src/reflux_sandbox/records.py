@@ -152,7 +152,7 @@ def distinct_numbers(row: Mapping[bytes, bytes]) -> list[int]:
 
 def to_claimed(row: Sequence[Any], owner: str) -> Claimed:
     """A row of `operations.claim`."""
-    job_id, verifier, payload, answers, run, traceparent, attempt, left_ms, numbers = row
+    job_id, verifier, payload, answers, run, traceparent, attempt, left_ms, numbers, version = row
     distinct, own = json.loads(answers), json.loads(numbers)
     return Claimed(
         job_id=job_id.decode(),
@@ -165,6 +165,7 @@ def to_claimed(row: Sequence[Any], owner: str) -> Claimed:
         traceparent=traceparent.decode(),
         attempt=int(attempt),
         seconds_left=int(left_ms) / 1000,
+        version=version.decode(),
     )
 
 

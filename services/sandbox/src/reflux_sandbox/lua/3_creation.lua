@@ -108,7 +108,8 @@ end
 
 -- Starts a job that was taken off its queue; nil when there is nothing to run.
 local function start(id, a)
-  local row = fields_of(id, 'state', 'keys', 'deadline', 'created', 'payload', 'answers', 'run', 'traceparent', 'verifier')
+  local row = fields_of(id, 'state', 'keys', 'deadline', 'created', 'payload', 'answers', 'run', 'traceparent', 'verifier',
+    'version')
   if row.state ~= 'queued' then return nil end
   if tonumber(row.deadline) <= now then
     end_unknown(id, 'timeout', 'the deadline passed in the queue', a.keep_seconds)
@@ -130,6 +131,7 @@ local function start(id, a)
   return {
     id, row.verifier, redis.call('HGET', p .. 'payload:' .. row.payload, 'text'), row.answers, row.run,
     row.traceparent or '', attempt, tonumber(row.deadline) - now, cjson.encode(own),
+    row.version or '',
   }
 end
 
