@@ -7,7 +7,8 @@ import pytest
 from reflux_sandbox.dispatcher import Dispatcher, DispatchLimits
 from reflux_sandbox.isolation.base import VerifierInfo
 from reflux_sandbox.isolation.prefork import PreforkIsolation
-from reflux_sandbox.jobs import JobSpec
+from reflux_sandbox.jobs import REMOTE, JobSpec
+from reflux_sandbox.remote.base import OpenSession
 from reflux_sandbox.store import StoreLimits, VerificationStore
 
 
@@ -29,17 +30,18 @@ async def dispatcher(namespaces, isolation_options, store):
     await isolation.close()
 
 
-async def submit(store, dispatcher, verifier, *answers, seconds=20.0):
+async def submit(store, dispatcher, verifier, *answers, seconds=20.0, version="", queue=""):
     info = dispatcher.verifiers[verifier]
     spec = JobSpec(
         verifier=verifier,
-        version=info.version,
+        version=version or info.version,
         fidelity=info.fidelity,
         payload="{}",
         answers=answers,
         deadline_seconds=seconds,
         run="run",
         traceparent="",
+        queue=queue,
     )
     _, job = await store.create(spec)
     dispatcher.wake(info.fidelity, verifier)
@@ -111,6 +113,14 @@ async def test_malformed_grades_are_unknown(store, dispatcher):
     assert "malformed" in job.error
 
 
+async def test_a_job_of_another_version_is_not_graded(store, dispatcher):
+    job = await ended(store, await submit(store, dispatcher, "test/length", "x", version="0.9"))
+    assert outcomes(job) == ["infra_error"]
+    assert job.error == "test/length is installed as version 1, the job wants 0.9"
+    job = await ended(store, await submit(store, dispatcher, "test/length", "x"))
+    assert outcomes(job) == ["scored"]
+
+
 async def test_cancelling_kills_the_child_at_work(store, dispatcher):
     job_id = await submit(store, dispatcher, "test/slow", "60")
     while (await store.get(job_id)).state != "running":
@@ -147,6 +157,28 @@ async def test_a_sandbox_without_children_ends_jobs_at_their_deadline(isolation_
         job = await ended(store, await submit(store, running, "test/length", "x", seconds=0.2))
     assert outcomes(job) == ["timeout"]
     assert "no child was ready" in job.error
+
+
+class Place(OpenSession):
+    """Grades each answer with 1.0 and does nothing else."""
+
+    def session(self, info):
+        return self
+
+    async def grade(self, verifier, payload, answers):
+        return {"grades": [{"outcome": "scored", "reward": 1.0, "figures": {}, "message": ""} for _ in answers]}
+
+
+async def test_a_session_takes_no_further_jobs_when_its_window_is_over(isolation_options, store):
+    info = VerifierInfo("test/length", "1", "rule", True, 0.1)
+    limits = DispatchLimits(concurrency={}, remote_concurrency=1, batch_jobs=64, batch_seconds=0.0, memory_bytes=1)
+    isolation = Stuck(**isolation_options())
+    running = Dispatcher(store, isolation, limits, route=lambda _info: Place(), elsewhere=[info])
+    ids = [await submit(store, running, "test/length", f"a{number}", queue=REMOTE) for number in range(3)]
+    async with running:
+        for job_id in ids:
+            assert outcomes(await ended(store, job_id)) == ["scored"]
+    assert running.sessions == 3
 
 
 async def test_two_verifiers_in_turn_both_progress(store, dispatcher):

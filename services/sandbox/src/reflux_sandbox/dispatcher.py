@@ -1,7 +1,7 @@
 """Takes jobs from the queues and gives them to sessions: children of this machine, or places elsewhere."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from reflux_sandbox import metrics
@@ -109,9 +109,12 @@ class Dispatcher:
             return
         metrics.SESSIONS.labels(queue).inc()
         self.sessions += 1
-        closes = asyncio.get_running_loop().time() + self._limits.batch_seconds
-        batch = Batch(self._leases, info, queue, self._limits.batch_jobs)
-        await batch.run([leased], self._session(info), lambda most: self._more(queue, info.name, most, closes))
+        opened, window = asyncio.get_running_loop().time(), self._limits.batch_seconds
+
+        def more(most: int) -> Awaitable[list[Leased]]:  # the window opens with the work, however long a child took
+            return self._more(queue, info.name, most, max(opened, leased.started) + window)
+
+        await Batch(self._leases, info, queue, self._limits.batch_jobs).run([leased], self._session(info), more)
 
     def _session(self, info: VerifierInfo) -> GradingSession:
         if (place := self._route(info)) is not None:
@@ -122,9 +125,12 @@ class Dispatcher:
 
     async def _more(self, queue: str, verifier: str, most: int, closes: float) -> list[Leased]:
         """Further jobs of the verifier; none when the window is over, or when another verifier waits."""
+        loop = asyncio.get_running_loop()
+        if loop.time() >= closes:
+            return []
         while True:
             leased, head = await self._leases.claim(queue, verifier, most)
-            left = closes - asyncio.get_running_loop().time()
+            left = closes - loop.time()
             if leased or head or left <= 0:
                 return leased
             await self._waiters[queue].wait(verifier, left)
