@@ -26,7 +26,7 @@ async def open_late_rewards(
         yield NoLateRewards()
         return
     store = LateStore(redis, run)
-    following = asyncio.create_task(follow(ladders, run, store), name="late rewards")
+    following = asyncio.create_task(follow(ladders, run, store, config.rl.samples_per_group), name="late rewards")
     try:
         yield Corrections(store, ladders, run, config.rl)
     finally:
