@@ -4,10 +4,12 @@ import asyncio
 
 import pytest
 
+from reflux_sandbox.batch import Batch
 from reflux_sandbox.dispatcher import Dispatcher, DispatchLimits
 from reflux_sandbox.isolation.base import VerifierInfo
 from reflux_sandbox.isolation.prefork import PreforkIsolation
 from reflux_sandbox.jobs import REMOTE, JobSpec
+from reflux_sandbox.leases import Leases
 from reflux_sandbox.remote.base import OpenSession
 from reflux_sandbox.store import StoreLimits, VerificationStore
 
@@ -30,12 +32,11 @@ async def dispatcher(namespaces, isolation_options, store):
     await isolation.close()
 
 
-async def submit(store, dispatcher, verifier, *answers, seconds=20.0, version="", queue=""):
-    info = dispatcher.verifiers[verifier]
-    spec = JobSpec(
+def spec_of(verifier, version, *answers, fidelity="rule", seconds=20.0, queue=""):
+    return JobSpec(
         verifier=verifier,
-        version=version or info.version,
-        fidelity=info.fidelity,
+        version=version,
+        fidelity=fidelity,
         payload="{}",
         answers=answers,
         deadline_seconds=seconds,
@@ -43,6 +44,12 @@ async def submit(store, dispatcher, verifier, *answers, seconds=20.0, version=""
         traceparent="",
         queue=queue,
     )
+
+
+async def submit(store, dispatcher, verifier, *answers, seconds=20.0, version="", queue=""):
+    info = dispatcher.verifiers[verifier]
+    given = {"fidelity": info.fidelity, "seconds": seconds, "queue": queue}
+    spec = spec_of(verifier, version or info.version, *answers, **given)
     _, job = await store.create(spec)
     dispatcher.wake(info.fidelity, verifier)
     return job.job_id
@@ -186,3 +193,16 @@ async def test_two_verifiers_in_turn_both_progress(store, dispatcher):
     ids = [await submit(store, dispatcher, name, f"{name}{number}") for number, name in enumerate(names)]
     for job_id in ids:
         assert outcomes(await ended(store, job_id)) == ["scored"]
+
+
+async def test_a_deadline_that_passed_before_the_turn_of_a_job_costs_its_neighbours_nothing(store):
+    leases = Leases(store)
+    for number in range(3):
+        await store.create(spec_of("test/length", "1", f"a{number}"))
+    batch, _ = await leases.claim("rule", "", 9)
+    batch[1].deadline = asyncio.get_running_loop().time()
+    info = VerifierInfo("test/length", "1", "rule", True, 0.1)
+    await Batch(leases, info, "rule", len(batch)).run(batch, Place(), lambda _most: asyncio.sleep(0, []))
+    jobs = [await ended(store, leased.job.job_id) for leased in batch]
+    assert [(outcomes(job), job.attempts) for job in jobs] == [(["scored"], 1), (["timeout"], 1), (["scored"], 1)]
+    assert (jobs[1].error, jobs[1].cpu_seconds) == ("the deadline passed before its turn in the child", 0.0)

@@ -51,7 +51,7 @@ def scored(job, rewards=None):
 
 
 def late(job):
-    return JobEnd(job=job, outcome="timeout", message="late")
+    return JobEnd(job=job, outcome="timeout", message="late", cpu_seconds=1.0)
 
 
 def outcomes(job):
@@ -509,8 +509,12 @@ async def test_a_report_counts_answers_by_what_became_of_them(store):
     await store.finish(late(await claim_one(store)))
     report = await store.report("run")
     assert {outcome: count for outcome, count in report.outcomes.items() if count} == {"scored": 4, "timeout": 1}
-    assert (report.executed, report.reused, report.cpu_seconds) == (2, 2, 2.0)
+    assert (report.executed, report.reused, report.cpu_seconds) == (2, 2, 3.0)
     assert report.lengths.answers == 3
+    await create(store, spec("d"))
+    await store.finish(dataclasses.replace(late(await claim_one(store)), cpu_seconds=0.0))
+    report = await store.report("run")
+    assert (report.outcomes["timeout"], report.lengths.answers) == (2, 3)  # the deadline passed before its work began
 
 
 async def test_ended_jobs_leave_nothing_but_themselves(store, redis_client, prefix):

@@ -74,18 +74,9 @@ class Batch:
                 batch += await more(self._most_jobs - position)
 
     async def _grade(self, session: GradingSession, leased: Leased) -> None:
-        job = leased.job
-        if leased.lost.is_set():  # cancelled while it waited for its neighbours
-            self._leases.forget(leased)
+        job, loop = leased.job, asyncio.get_running_loop()
+        if self._is_settled(leased, loop.time()):
             return
-        if job.version not in (
-            "",
-            self._info.version,
-        ):  # queued before an upgrade: its grade would serve the old version
-            text = f"{job.verifier} is installed as version {self._info.version}, the job wants {job.version}"
-            self._leases.end_unknown(leased, "infra_error", text)
-            return
-        loop = asyncio.get_running_loop()
         leased.started = loop.time()
         attributes = {"verifier": job.verifier, "job": job.job_id, "attempt": job.attempt, "run": job.run}
         with telemetry.span("sandbox.attempt", parent=job.traceparent, **attributes) as span:
@@ -106,6 +97,20 @@ class Batch:
                 raise _BatchOver("a neighbour was cancelled")
             span.set_attribute("outcome", await self._conclude(leased, answer))
         metrics.DISPATCH.labels(self._queue).observe(loop.time() - leased.started)
+
+    def _is_settled(self, leased: Leased, now: float) -> bool:
+        """Whether a job is over before it began; `now` in loop time."""
+        job, installed = leased.job, self._info.version
+        if leased.lost.is_set():  # cancelled while it waited for its neighbours
+            self._leases.forget(leased)
+        elif job.version not in ("", installed):  # queued before an upgrade: the grade is kept for the old version
+            text = f"{job.verifier} is installed as version {installed}, the job wants {job.version}"
+            self._leases.end_unknown(leased, "infra_error", text)
+        elif now >= leased.deadline:
+            self._leases.end_unknown(leased, "timeout", "the deadline passed before its turn in the child")
+        else:
+            return False
+        return True
 
     async def _conclude(self, leased: Leased, answer: dict[str, Any]) -> str:
         """Grades end the job; an error that the verifier reports is final, a crash may be repeated. Returns a word."""

@@ -188,7 +188,7 @@ def to_ending(end: JobEnd) -> dict[str, Any]:
 
 def _length_moments(end: JobEnd) -> dict[str, float]:
     """Sums over the answers whose work ended by a verdict or by the deadline, see report.py."""
-    late = end.outcome == "timeout"
+    late = end.outcome == "timeout" and end.cpu_seconds > 0  # the deadline may pass before the work begins
     graded = [answer for answer, grade in zip(end.job.answers, end.grades, strict=False) if grade.outcome in REWARDS]
     sizes = [math.log1p(len(answer)) for answer in (end.job.answers if late else graded)]
     if not sizes:
