@@ -26,4 +26,6 @@ class LoadedVerifiers:
             raise RuntimeError("a bug of the verifier")
         if "hang" in answers:
             time.sleep(60)
+        if "half" in answers:
+            return {"canonical": ["\ud800"] * len(answers)}
         return {"canonical": ["".join(sorted(text)) if text.isalpha() else None for text in answers]}

@@ -1,5 +1,6 @@
 """Which answers are equal work: text forms in the service, forms of a verifier's own in a real child."""
 
+import contextlib
 import dataclasses
 
 import pytest
@@ -64,6 +65,20 @@ async def test_a_crash_or_a_hang_of_the_form_leaves_each_answer_to_itself(answer
     assert len(set(crashed)) == 3
     monkeypatch.setattr(keys, "_CHILD_SECONDS", 0.5)
     assert len(set(await answer_keys_of("bca", "abc", "hang"))) == 3
+
+
+async def test_a_form_that_is_no_text_is_not_taken(answer_keys_of):
+    assert len(set(await answer_keys_of("half", "abc", "half"))) == 2
+
+
+async def test_a_creation_waits_for_a_child_only_so_long(monkeypatch):
+    made = AnswerKeys(None, 0)  # it gets no further than the wait
+    monkeypatch.setattr(keys, "_ROOM_SECONDS", 0.01)
+    async with contextlib.AsyncExitStack() as stack:
+        for _ in range(keys._MOST_CHILDREN):
+            await stack.enter_async_context(made._room)
+        filled = await made.filled(spec("a b", "a  b"), OWN)
+    assert filled.canonical == ("words\0a b",) * 2
 
 
 async def test_text_forms_need_no_child():

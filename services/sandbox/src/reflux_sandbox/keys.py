@@ -4,7 +4,7 @@ import asyncio
 import dataclasses
 import logging
 
-from reflux_sandbox.execution import GradeSession, SessionLost
+from reflux_sandbox.execution import GradeSession
 from reflux_sandbox.isolation.base import Isolation, VerifierInfo
 from reflux_sandbox.jobs import JobSpec
 from reflux_tasks.canonical import text_form
@@ -15,6 +15,8 @@ _CHILD_SECONDS = 5.0
 _CHILD_CPU_SECONDS = 10
 _MOST_CHILDREN = 4
 """At one time."""
+_ROOM_SECONDS = 15.0
+"""How long a creation waits for one of them: a large batch goes on without canonical texts."""
 _MOST_CHARACTERS = 1 << 16
 """A longer canonical text is not taken: the answer then stands for itself."""
 
@@ -29,13 +31,12 @@ class AnswerKeys:
         self._room = asyncio.Semaphore(_MOST_CHILDREN)
 
     async def filled(self, spec: JobSpec, info: VerifierInfo) -> JobSpec:
-        """The job with one canonical text per answer; one child of at most 5 s for "own" forms."""
+        """The job with one canonical text per answer; for "own" forms one child of at most 5 s, after at most 15 s."""
         if info.canonical_form != "own":
             return dataclasses.replace(
                 spec, canonical=tuple(text_form(info.canonical_form, answer) for answer in spec.answers)
             )
-        async with self._room:
-            texts = await self._own(spec, info)
+        texts = await self._own(spec, info)
         canonical = tuple(
             f"words\0{text_form('words', answer)}" if text is None else f"own\0{text}"
             for text, answer in zip(texts, spec.answers, strict=True)
@@ -45,16 +46,22 @@ class AnswerKeys:
     async def _own(self, spec: JobSpec, info: VerifierInfo) -> list[str | None]:
         nothing: list[str | None] = [None] * len(spec.answers)
         try:
-            async with asyncio.timeout(min(_CHILD_SECONDS, spec.deadline_seconds)):
+            async with asyncio.timeout(_ROOM_SECONDS) as limit, self._room:
+                limit.reschedule(asyncio.get_running_loop().time() + min(_CHILD_SECONDS, spec.deadline_seconds))
                 limits = (self._memory_bytes, _CHILD_CPU_SECONDS)
                 session = GradeSession(self._isolation, "grade", *limits, family=info.family)
                 async with session:
                     answer = await session.grade(f"{spec.verifier}#canonical", spec.payload, list(spec.answers))
-        except (TimeoutError, SessionLost) as error:
+        except (TimeoutError, ConnectionError, ValueError) as error:
             log.warning("no canonical answers for %s: %s", spec.verifier, error or "no answer in time")
             return nothing
         texts = answer.get("canonical")
         if not isinstance(texts, list) or len(texts) != len(spec.answers):
             log.warning("no canonical answers for %s: %s", spec.verifier, str(answer.get("message"))[:200])
             return nothing
-        return [text if isinstance(text, str) and len(text) <= _MOST_CHARACTERS else None for text in texts]
+        return [text if _is_key(text) else None for text in texts]
+
+
+def _is_key(text: object) -> bool:
+    """Half a surrogate pair is no text that a key could be made of."""
+    return isinstance(text, str) and len(text) <= _MOST_CHARACTERS and text.encode(errors="ignore").decode() == text

@@ -16,7 +16,8 @@ class BrokenFrame(ConnectionError):
 
 def encode(message: dict[str, Any]) -> bytes:
     """One frame; raises ValueError for messages above MAX_FRAME_BYTES."""
-    body = json.dumps(message, allow_nan=False, separators=(",", ":")).encode()
+    text = json.dumps(message, allow_nan=False, separators=(",", ":"), ensure_ascii=False)
+    body = text.encode(errors="surrogatepass")  # as json.loads reads bytes: half a surrogate pair comes through
     if len(body) > MAX_FRAME_BYTES:
         raise ValueError(f"a frame of {len(body)} bytes is above the limit of {MAX_FRAME_BYTES}")
     return _HEADER.pack(len(body)) + body
