@@ -356,6 +356,20 @@ async def test_a_neighbours_failure_costs_no_attempt_and_no_place_in_the_queue(s
     assert {job.attempt for job in again} == {1}
 
 
+async def test_the_death_of_a_service_costs_no_attempt_of_a_job_whose_turn_had_not_come(store, redis_client, prefix):
+    ids = [(await create(store, spec(str(n))))[1] for n in range(4)]
+    assert len((await store.claim("rule", "test/length", 9)).jobs) == 4
+    assert await store.heartbeat(ids, begun=ids[1:2]) == set()
+    successor = VerificationStore(redis_client, "box", limits(), prefix)
+    assert await successor.sweep() == (4, 0)
+    again = (await successor.claim("rule", "", 9)).jobs
+    assert {job.job_id: job.attempt for job in again} == dict(zip(ids, (2, 2, 1, 1), strict=True))
+    last = VerificationStore(redis_client, "box", limits(), prefix)
+    assert await last.sweep() == (4, 0)  # these had a session each: all were at work
+    jobs = await last.get_many(ids)
+    assert [(job.state, job.attempts) for job in jobs] == [("ended", 2)] * 2 + [("queued", 1)] * 2
+
+
 async def test_cancelled_jobs_end_in_every_state(store):
     _, queued = await create(store, spec("a"))
     assert await store.cancel_job(queued) == ""

@@ -119,7 +119,8 @@ class Leases:
         while True:
             await asyncio.sleep(min(_MOST_BEAT_SECONDS, self._store.lease_seconds / 3))
             try:
-                for job_id in await self._store.heartbeat(list(self._leased)):
+                begun = [job_id for job_id, leased in self._leased.items() if leased.started]
+                for job_id in await self._store.heartbeat(list(self._leased), begun):
                     self.abandon(job_id)
                 taken, late = await self._store.sweep()
                 await metrics.observe_store(self._store)

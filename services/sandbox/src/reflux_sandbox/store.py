@@ -127,10 +127,15 @@ class VerificationStore(JobReader):
         )
         return Claim(head.decode(), tuple(to_claimed(row, owner) for row in rows))
 
-    async def heartbeat(self, job_ids: Sequence[str]) -> set[str]:
-        """Extends the leases; returns the jobs that are not ours any more (cancelled, or taken over)."""
+    async def heartbeat(self, job_ids: Sequence[str], begun: Sequence[str] = ()) -> set[str]:
+        """Extends the leases; returns the jobs that are not ours any more (cancelled, or taken over).
+
+        `begun`: those of them whose turn in their session has come. A death of this service costs them an attempt.
+        """
         lease_ms = round(self._limits.lease_seconds * 1000)
-        lost = await self.script("heartbeat", owner=self.owner, lease_ms=lease_ms, jobs=list(job_ids))
+        lost = await self.script(
+            "heartbeat", owner=self.owner, lease_ms=lease_ms, jobs=list(job_ids), begun=list(begun)
+        )
         return {job_id.decode() for job_id in lost}
 
     async def finish(self, end: JobEnd) -> bool:

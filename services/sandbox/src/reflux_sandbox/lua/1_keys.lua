@@ -2,7 +2,8 @@
 -- ARGV[2] holds its arguments as JSON, further ones are raw texts. The files of this folder are one script, in order.
 --
 -- <p>job:<id>         hash: the job; state is queued, parked (waits for answers that other jobs run), running or ended;
---                     g<i> is the grade of its i-th distinct answer, `rest` the grade of those that never got one
+--                     g<i> is the grade of its i-th distinct answer, `rest` the grade of those that never got one;
+--                     `waits` while its turn in a session that has claimed several has not come
 -- <p>queue:<name>     sorted set: "verifier \31 id" of jobs that wait, by age and priority
 -- <p>running          sorted set: id -> end of its lease (ms)
 -- <p>deadlines        sorted set: id -> deadline (ms) of jobs that have not ended

@@ -50,7 +50,7 @@ local function mark_ended(id, keep_seconds, outcome, message, dead)
   if outcome then stop_listening(id, row.keys) end
   if row.state == 'queued' then unqueue(id) end
   redis.call('HSET', job(id), 'state', 'ended', 'ended', now)
-  redis.call('HDEL', job(id), 'own', 'score')
+  redis.call('HDEL', job(id), 'own', 'score', 'waits')
   if row.state == 'running' then redis.call('HSET', job(id), 'run_ms', now - tonumber(row.started)) end
   redis.call('ZREM', p .. 'running', id)
   redis.call('ZREM', p .. 'deadlines', id)
@@ -137,7 +137,7 @@ local function release(id, message, most_attempts, failed, keep_seconds)
     return 'ended'
   end
   redis.call('HSET', job(id), 'owner', '', 'error', message)
-  redis.call('HDEL', job(id), 'own')
+  redis.call('HDEL', job(id), 'own', 'waits')
   if not failed then redis.call('HINCRBY', job(id), 'attempts', -1) end
   land(id, keep_seconds)
   enqueue(id)

@@ -106,8 +106,8 @@ local function take_answers(id, keys, keep_seconds)
   return own, missing
 end
 
--- Starts a job that was taken off its queue; nil when there is nothing to run.
-local function start(id, a)
+-- Starts a job that was taken off its queue; nil when there is nothing to run. `waits`: others have their turn before.
+local function start(id, a, waits)
   local row = fields_of(id, 'state', 'keys', 'deadline', 'created', 'payload', 'answers', 'run', 'traceparent', 'verifier',
     'version')
   if row.state ~= 'queued' then return nil end
@@ -127,6 +127,7 @@ local function start(id, a)
   local attempt = redis.call('HINCRBY', job(id), 'attempts', 1)
   redis.call('HSET', job(id), 'state', 'running', 'owner', a.owner, 'started', now, 'beat', now, 'own', cjson.encode(own),
     'queue_ms', now - tonumber(row.created))
+  if waits then redis.call('HSET', job(id), 'waits', 1) end
   redis.call('ZADD', p .. 'running', now + a.lease_ms, id)
   return {
     id, row.verifier, redis.call('HGET', p .. 'payload:' .. row.payload, 'text'), row.answers, row.run,
@@ -139,6 +140,7 @@ end
 function operations.claim(a)
   local queue, wanted, rows = p .. 'queue:' .. a.queue, a.verifier, {}
   local head = ''
+  local in_turn = a.verifier ~= '' and not starts_with(a.queue, EXTERNAL) -- further jobs of a session that is open
   while #rows < a.most do
     local entry = redis.call('ZRANGE', queue, 0, 0)[1]
     if not entry then return { '', rows } end
@@ -147,7 +149,7 @@ function operations.claim(a)
     if wanted ~= '' and head ~= wanted then break end
     wanted = head
     redis.call('ZREM', queue, entry)
-    rows[#rows + 1] = start(string.sub(entry, at + 1), a)
+    rows[#rows + 1] = start(string.sub(entry, at + 1), a, in_turn and #rows > 0)
   end
   return { head, rows }
 end

@@ -1,13 +1,16 @@
 -- Leases, results, failures.
 
--- owner, lease_ms, jobs = {id, ...} -> ids whose lease is no longer ours
+-- owner, lease_ms, jobs = {id, ...}, begun = {id, ...} of them whose turn has come, progress -> ids whose lease is no
+-- longer ours
 function operations.heartbeat(a)
-  local lost = {}
+  local lost, begun = {}, {}
+  for _, id in ipairs(a.begun or {}) do begun[id] = true end
   for _, id in ipairs(a.jobs) do
     local row = fields_of(id, 'owner', 'state')
     if row.owner == a.owner and row.state == 'running' then
       redis.call('ZADD', p .. 'running', now + a.lease_ms, id)
       redis.call('HSET', job(id), 'beat', now)
+      if begun[id] then redis.call('HDEL', job(id), 'waits') end
       if a.progress then redis.call('HSET', job(id), 'progress', a.progress) end
     else
       lost[#lost + 1] = id
@@ -103,13 +106,14 @@ end
 function operations.sweep(a)
   local taken, late = 0, 0
   for _, id in ipairs(redis.call('ZRANGE', p .. 'running', 0, -1)) do
-    local owner = redis.call('HGET', job(id), 'owner')
+    local row = fields_of(id, 'owner', 'waits')
+    local owner = row.owner
     local expired = tonumber(redis.call('ZSCORE', p .. 'running', id) or now) < now
     local earlier_self = owner and owner ~= a.owner and starts_with(owner, a.identity .. '#')
     if not owner then
       redis.call('ZREM', p .. 'running', id)
     elseif expired or earlier_self then
-      release(id, 'its worker died during the attempt', a.most_attempts, true, a.keep_seconds)
+      release(id, 'its worker died during the attempt', a.most_attempts, not row.waits, a.keep_seconds)
       taken = taken + 1
     end
   end
