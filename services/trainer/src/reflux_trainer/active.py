@@ -13,6 +13,7 @@ from redis.exceptions import RedisError
 from reflux_kit.errors import ServiceError
 from reflux_runs.errors import ConfigError
 from reflux_trainer.control import Control
+from reflux_trainer.late.rewards import cancel_ladders
 from reflux_trainer.lifecycle import Attempt
 from reflux_trainer.metrics import RUNS_ENDED
 from reflux_trainer.peers import Peers
@@ -81,6 +82,8 @@ class ActiveRun:
         self._owned(found)  # before anything is ended: a newer attempt goes on with the same processes
         if attempt.processes is not None:
             await attempt.processes.cancel()
+        if state != "SUCCEEDED":  # behind the workers, which put groups on the ladder
+            await cancel_ladders(self._peers.ladders, run, found.config.rl)
         self._peers.learners.forget(run)
         # The summary is there before watchers hear of the end, because that is when they read it.
         steps = await patiently(lambda: self._store.step(run))

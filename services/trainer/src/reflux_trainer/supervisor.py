@@ -19,6 +19,7 @@ from reflux_runs.preflight import preflight
 from reflux_tasks.options import InvalidOption
 from reflux_trainer.active import ActiveRun, end
 from reflux_trainer.forking import FIXED, find_origin, forked_config
+from reflux_trainer.late.rewards import cancel_ladders
 from reflux_trainer.peers import Peers
 from reflux_trainer.problems import catalog
 from reflux_trainer.processes import cancel_job
@@ -63,7 +64,7 @@ class Supervisor:
         reached = await self._store.operation(record.run)
         fruitless = 0 if reached > record.reached else record.fruitless + 1
         if fruitless >= self._peers.settings.max_attempts:
-            await cancel_job(self._peers, record.job)
+            await self._cancel_peers(record)
             text = f"gave up after {fruitless} attempts without a new step: {record.message or 'the trainer restarted'}"
             await end(self._store, record.run, "FAILED", text, attempt=record.attempt)
             return
@@ -190,8 +191,13 @@ class Supervisor:
         if record.ended:
             return record
         # No attempt of this trainer runs it: its processes may still be there.
-        await cancel_job(self._peers, record.job)
+        await self._cancel_peers(record)
         return await end(self._store, run, "CANCELLED", "cancelled on request", attempt=record.attempt)
+
+    async def _cancel_peers(self, record: RunRecord) -> None:
+        """Ends what other services do for a run that no attempt runs here."""
+        await cancel_job(self._peers, record.job)
+        await cancel_ladders(self._peers.ladders, record.run, record.config.rl)
 
     async def _check(self, config: RunConfig) -> None:
         try:

@@ -12,13 +12,15 @@ from reflux.sandbox.v1.verification_pb2 import Grade, Verification
 
 
 class Rungs(ladder_service_pb2_grpc.LadderServiceServicer):
-    """Even answers look right and are wrong, odd ones the other way round. `silent` streams no release."""
+    """Even answers look right and are wrong, odd ones the other way round. `silent` streams no release,
+    `hold` keeps cancellations waiting."""
 
     def __init__(self):
         self.ladders, self.events = {}, []
         self.changed = asyncio.Event()
         self.cancelled = []
         self.silent = False
+        self.hold = None
 
     async def CreateLadder(self, request, context):
         name = f"ladders/{request.request_id}"
@@ -78,6 +80,8 @@ class Rungs(ladder_service_pb2_grpc.LadderServiceServicer):
             await self.changed.wait()
 
     async def CancelLadders(self, request, context):
+        if self.hold is not None:
+            await self.hold.wait()
         self.cancelled.append(request.run)
         return pb.CancelLaddersResponse()
 

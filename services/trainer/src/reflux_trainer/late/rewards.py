@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from reflux.sandbox.v1.ladder_service_pb2_grpc import LadderServiceAsyncStub
 
 log = logging.getLogger(__name__)
-_CANCEL_SECONDS = 30.0
+_CANCEL_SECONDS = 15.0
 
 
 class LateRewards(Protocol):
@@ -148,11 +148,17 @@ class Corrections:
         return {f"late/{name}": float(count) for name, count in counts.items()} | {"late/waiting": float(waiting)}
 
     async def finished(self) -> None:
-        request = ladder_pb.CancelLaddersRequest(run=self._model_id)
-        try:
-            await self._ladders.CancelLadders(request, timeout=_CANCEL_SECONDS)
-        except grpc.aio.AioRpcError as error:  # they end by their deadlines too
-            log.warning("ladders of %s go on after its end: %s", self._model_id, error.code().name)
+        await cancel_ladders(self._ladders, self._model_id, self._config)
+
+
+async def cancel_ladders(ladders: "LadderServiceAsyncStub", run: str, config: RlConfig) -> None:
+    """Cancels what is under way on the ladder for a run that has ended; an error is logged, not raised."""
+    if config.release == "full":
+        return
+    try:
+        await ladders.CancelLadders(ladder_pb.CancelLaddersRequest(run=run), timeout=_CANCEL_SECONDS)
+    except grpc.aio.AioRpcError as error:  # they end by their deadlines too
+        log.warning("ladders of %s go on after its end: %s", run, error.code().name)
 
 
 def _size(sample: Sample, by_token: bool) -> int:
