@@ -11,6 +11,7 @@ import pytest
 from reflux_sandbox.execution import CodeRequest, GradeSession, SessionLost, run_code
 from reflux_sandbox.isolation.base import ChildLimits, IsolationUnavailable
 from reflux_sandbox.isolation.prefork import PreforkIsolation
+from reflux_sandbox.isolation.process import ProcessIsolation
 
 FULL = 4
 """Two idle children for each of two templates: one with the verifiers, one without for code."""
@@ -231,3 +232,14 @@ async def test_mount_points_of_killed_services_are_removed(namespaces, isolation
     assert not stale.exists()
     await isolation.close()
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("tier", [PreforkIsolation, ProcessIsolation])
+async def test_only_the_tasks_that_are_wanted_are_loaded(tier, namespaces, isolation_options):
+    isolation = tier(**isolation_options(only_families=("nothing-of-that-name",)))
+    await isolation.start()
+    try:
+        assert isolation.verifiers == []
+        assert any("'nothing-of-that-name' is installed" in reason for reason in isolation.reasons)
+    finally:
+        await isolation.close()

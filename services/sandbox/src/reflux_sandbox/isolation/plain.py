@@ -39,6 +39,7 @@ class PlainConfig:
     graders: str
     cache_folder: str
     import_folders: tuple[str, ...]
+    only_families: tuple[str, ...] = ()
     around: Literal["nothing", "bwrap", "gvisor"] = "nothing"
     """Who built the walls: bwrap, gvisor (the work folders are left to mount), or nobody."""
     user_id: int = 0
@@ -48,7 +49,7 @@ class PlainConfig:
     def from_json(cls, text: str) -> "PlainConfig":
         values = json.loads(text)
         values["limits"] = ChildLimits(**values["limits"])
-        for name in ("warm_modules", "import_folders"):
+        for name in ("warm_modules", "import_folders", "only_families"):
             values[name] = tuple(values[name])
         return cls(**values)
 
@@ -67,6 +68,7 @@ class PlainConfig:
             graders=self.graders,
             cache_folder=self.cache_folder,
             import_folders=self.import_folders,
+            only_families=self.only_families,
         )
         first = warm_up(zygote)
         graders: dict[str, Grader] = {}

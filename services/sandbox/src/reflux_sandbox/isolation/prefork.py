@@ -27,6 +27,7 @@ class PreforkIsolation(Isolation):
         graders: str,
         cache_folder: str,
         import_folders: tuple[str, ...] = (),
+        only_families: tuple[str, ...] = (),
         warm_modules: tuple[str, ...] = ("numpy", "numpy.random"),
         in_user_namespace: bool | None = None,
     ) -> None:
@@ -45,6 +46,7 @@ class PreforkIsolation(Isolation):
             graders=graders,
             cache_folder=cache_folder,
             import_folders=import_folders,
+            only_families=only_families,
         )
         self._cells = Cells(limits)
         self._templates: dict[str, Template] = {}

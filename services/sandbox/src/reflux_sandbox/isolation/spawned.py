@@ -55,6 +55,7 @@ class SpawnedIsolation(Isolation):
         graders: str,
         cache_folder: str,
         import_folders: tuple[str, ...] = (),
+        only_families: tuple[str, ...] = (),
         warm_modules: tuple[str, ...] = ("numpy", "numpy.random"),
     ) -> None:
         idle = min(idle_target, _MOST_IDLE)
@@ -68,6 +69,7 @@ class SpawnedIsolation(Isolation):
             graders=graders,
             cache_folder=cache_folder,
             import_folders=import_folders,
+            only_families=only_families,
         )
         self._code = ChildPool(lambda: self._spawn(graded=False), idle, most_children)
         self._graded = ChildPool(lambda: self._spawn(graded=True), idle, most_children)

@@ -42,6 +42,8 @@ class ZygoteConfig:
     warm_modules: tuple[str, ...]
     graders: str
     """Module that has LoadedVerifiers and family_names, or empty when no verifiers are wanted."""
+    only_families: tuple[str, ...] = ()
+    """Families that are wanted; empty for all that are installed."""
     family: str = ""
     """Whose verifiers to load; empty for none."""
     cache_folder: str
@@ -53,7 +55,7 @@ class ZygoteConfig:
     def from_json(cls, text: str) -> "ZygoteConfig":
         values = json.loads(text)
         values["limits"] = ChildLimits(**values["limits"])
-        for name in ("warm_modules", "import_folders"):
+        for name in ("warm_modules", "import_folders", "only_families"):
             values[name] = tuple(values[name])
         return cls(**values)
 
@@ -85,9 +87,16 @@ def warm_up(config: ZygoteConfig) -> Warm:
         return Warm(_no_verifiers, [], [], ["no tasks are installed: no verifiers"])
     module = importlib.import_module(config.graders)
     if not config.family:
-        return Warm(_no_verifiers, [], module.family_names(), [])
+        return _families(module.family_names(), config.only_families)
     loaded = module.LoadedVerifiers(Path(config.cache_folder), config.family)
     return Warm(loaded.grade, loaded.rows(), [], loaded.problems)
+
+
+def _families(installed: list[str], wanted: tuple[str, ...]) -> Warm:
+    if not wanted:
+        return Warm(_no_verifiers, [], installed, [])
+    missing = [f"no task {name!r} is installed, and it was asked for" for name in wanted if name not in installed]
+    return Warm(_no_verifiers, [], [name for name in installed if name in wanted], missing)
 
 
 class Zygote:

@@ -16,6 +16,7 @@ NODE_FIELDS = (
     "child_memory_bytes",
     "child_processes",
     "child_disk_bytes",
+    "tasks",
     "graders",
     "import_folders",
 )
