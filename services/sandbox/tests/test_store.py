@@ -4,63 +4,18 @@ import asyncio
 import dataclasses
 
 import pytest
+from store_jobs import SCORED, claim_one, create, late, limits, outcomes, scored, spec
 
 from reflux_kit.errors import CapacityExhausted, InvalidRequest, NotFound, WrongState
 from reflux_kit.redis import open_redis
 from reflux_sandbox.external import OutsideCallers
-from reflux_sandbox.jobs import Grade, JobEnd, JobSpec, Selector, answer_keys
-from reflux_sandbox.store import StoreLimits, VerificationStore
-
-SCORED = (Grade(outcome="scored", reward=1.0, figures={"r": 0.5}, message="m"),)
-
-
-def limits(**changes):
-    values = {"most_queued": 4, "lease_seconds": 5.0, "most_attempts": 2, "keep_seconds": 60, "cache_seconds": 60}
-    return StoreLimits(**(values | changes))
+from reflux_sandbox.jobs import Grade, JobEnd, Selector, answer_keys
+from reflux_sandbox.store import VerificationStore
 
 
 @pytest.fixture
 def store(redis_client, prefix):
     return VerificationStore(redis_client, "box", limits(), prefix)
-
-
-def spec(answer="a", **changes):
-    fields = {
-        "verifier": "test/length",
-        "version": "1",
-        "fidelity": "rule",
-        "payload": "{}",
-        "answers": (answer,),
-        "deadline_seconds": 60.0,
-        "run": "run",
-        "traceparent": "",
-    }
-    return JobSpec(**(fields | changes))
-
-
-async def create(store, job_spec, request_id=""):
-    how, job = await store.create(dataclasses.replace(job_spec, request_id=request_id))
-    return how, job.job_id
-
-
-def scored(job, rewards=None):
-    """The end of a claimed job with a reward for each answer that it runs."""
-    values = rewards or [1.0] * len(job.answers)
-    grades = tuple(Grade(outcome="scored", reward=value, figures={"r": 0.5}, message="m") for value in values)
-    return JobEnd(job=job, grades=grades)
-
-
-def late(job):
-    return JobEnd(job=job, outcome="timeout", message="late", cpu_seconds=1.0)
-
-
-def outcomes(job):
-    return [grade.outcome for grade in job.grades]
-
-
-async def claim_one(store):
-    (job,) = (await store.claim("rule", "", 1)).jobs
-    return job
 
 
 async def test_a_job_goes_from_queued_over_running_to_ended(store):

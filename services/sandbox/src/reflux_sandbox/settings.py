@@ -43,7 +43,7 @@ class SandboxSettings(ServiceSettings):
     """Jobs of one trusted verifier that one child may grade."""
 
     batch_seconds: float = Field(default=0.5, ge=0)
-    """How long such a child takes new jobs, so that one fork (some ms) serves many; 0 ends it with its first claim."""
+    """How long such a child takes new jobs, so that one fork (some ms) serves many; 0 ends it with its first job."""
 
     remote_concurrency: int = Field(default=256, ge=1, le=4096)
     """Jobs at work outside this machine at one time."""
