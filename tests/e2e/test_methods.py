@@ -16,7 +16,9 @@ from reflux.checkpoint.v1 import checkpoint_service_pb2 as checkpoint
 from reflux.inference_gateway.v1 import engine_service_pb2 as engine
 from reflux.inference_gateway.v1 import inference_gateway_service_pb2 as gateway
 from reflux.inference_gateway.v1.inference_gateway_service_pb2_grpc import InferenceGatewayServiceStub
+from reflux.sandbox.v1 import ladder_service_pb2 as ladder
 from reflux.sandbox.v1 import sandbox_service_pb2 as sandbox
+from reflux.sandbox.v1 import session_service_pb2 as session
 from reflux.scheduler.v1 import agent_service_pb2 as agent
 from reflux.scheduler.v1 import scheduler_service_pb2 as scheduler
 from reflux.trainer.v1 import trainer_service_pb2 as trainer
@@ -29,19 +31,19 @@ from reflux_kit.settings import ServiceSettings
 
 ROOT = Path(__file__).parents[2]
 
-FILES = {
-    "checkpoint": (checkpoint, "CheckpointService"),
-    "inference-gateway": (gateway, "InferenceGatewayService"),
-    "sandbox": (sandbox, "SandboxService"),
-    "scheduler": (scheduler, "SchedulerService"),
-    "agent": (agent, "AgentService"),
-    "trainer": (trainer, "TrainerService"),
-    "weight-broker": (broker, "WeightBrokerService"),
-}
+FILES = [
+    ("checkpoint", checkpoint, "CheckpointService"),
+    ("inference-gateway", gateway, "InferenceGatewayService"),
+    ("sandbox", sandbox, "SandboxService"),
+    ("sandbox", session, "SandboxSessionService"),
+    ("sandbox", ladder, "LadderService"),
+    ("scheduler", scheduler, "SchedulerService"),
+    ("agent", agent, "AgentService"),
+    ("trainer", trainer, "TrainerService"),
+    ("weight-broker", broker, "WeightBrokerService"),
+]
 METHODS = [
-    (service, method)
-    for service, (module, name) in FILES.items()
-    for method in module.DESCRIPTOR.services_by_name[name].methods
+    (service, method) for service, module, name in FILES for method in module.DESCRIPTOR.services_by_name[name].methods
 ]
 BAD = (grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL, grpc.StatusCode.UNIMPLEMENTED)
 
@@ -157,4 +159,4 @@ def test_every_service_of_every_proto_is_covered():
     """The two services of a run's processes have their own tests of the same kind beside them."""
     text = "".join(path.read_text() for path in (ROOT / "protos").rglob("*_service.proto"))
     declared = set(re.findall(r"^service (\w+)", text, re.MULTILINE))
-    assert {name for _, name in FILES.values()} == declared - {"LearnerService", "EngineService"}
+    assert {name for _, _, name in FILES} == declared - {"LearnerService", "EngineService"}
