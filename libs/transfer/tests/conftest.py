@@ -16,15 +16,15 @@ from reflux_transfer.registry import open_backend
 from reflux_transfer.settings import TransferEnvironment
 
 HAS_UCX_WHEEL = sys.platform == "linux" and platform.machine() in ("x86_64", "aarch64")
-CASES = ["shm", "ucx", "ucx-private", "ucx-tcp", "tcp", *NIXL]
+CASES = ["shm", "ucx", "ucx-segments", "ucx-tcp", "tcp", *NIXL]
 
 
 @pytest.fixture(params=CASES)
 def case(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Backend name; "ucx-private" reads by cma alone, "ucx-tcp" is ucx in error mode PEER, as towards another host."""
+    """Backend name; "ucx-segments" maps its owner's memory, "ucx-tcp" is in error mode PEER, as towards another host."""
     name = request.param
-    if name == "ucx-private":
-        monkeypatch.setenv("REFLUX_TRANSFER_UCX_SEGMENTS", "0")
+    if name == "ucx-segments":
+        monkeypatch.setenv("REFLUX_TRANSFER_UCX_SEGMENTS", "1")
     if name == "ucx-tcp":
         monkeypatch.setenv("REFLUX_TRANSFER_UCX_TRANSPORTS", "tcp,self")
     return name.partition("-")[0]

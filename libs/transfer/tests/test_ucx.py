@@ -15,6 +15,7 @@ from reflux_transfer.errors import BackendUnavailable
 from reflux_transfer.settings import TransferSettings
 
 PRINT_CONFIG = 1
+SEGMENTS = TransferSettings(ucx_segments=True)
 
 
 def printed_config(library: ucp.Library, options: dict[str, str]) -> str:
@@ -103,7 +104,7 @@ def test_memory_for_readers_is_mapped_by_readers_of_this_host(mapped: bool) -> N
 
 
 def test_a_segment_that_cannot_be_mapped_is_read_by_cma(monkeypatch: pytest.MonkeyPatch) -> None:
-    backend, owner = UcxBackend(), UcxBackend()
+    backend, owner = UcxBackend(SEGMENTS), UcxBackend(SEGMENTS)
     source, local = owner.allocate(100_000, for_readers=True), backend.allocate(100_000)
     source.view[7] = 9
     handle = owner.describe(source)
@@ -118,7 +119,7 @@ def test_a_segment_that_cannot_be_mapped_is_read_by_cma(monkeypatch: pytest.Monk
 
 
 def test_without_segments_memory_is_private(monkeypatch: pytest.MonkeyPatch) -> None:
-    backend = UcxBackend()
+    backend = UcxBackend(SEGMENTS)
     with monkeypatch.context() as patched:
         patched.setattr(ucp.Library, "allocate_memory", refuse)
         region = backend.allocate(1000, for_readers=True)
@@ -133,7 +134,7 @@ def test_a_segment_lives_as_long_as_its_last_view() -> None:
         return len(list(Path("/proc/self/fd").iterdir())), Path("/proc/self/maps").read_text().count("ucx_shm")
 
     def cycle() -> None:
-        backend = UcxBackend()
+        backend = UcxBackend(SEGMENTS)
         region = backend.allocate(100_000, for_readers=True)
         backend.describe(region)
         view = region.view

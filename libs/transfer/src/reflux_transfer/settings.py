@@ -40,8 +40,12 @@ class TransferSettings(BaseModel):
     ucx_error_mode: Literal["auto", "peer"] = "auto"
     """`peer` makes UCX report every peer's death and switches cma off; `auto` reads peers of this host by cma."""
 
-    ucx_segments: bool = True
-    """Whether memory for readers lies in shared segments (/dev/shm) where all peers are on this host."""
+    ucx_segments: bool = False
+    """Whether memory for readers lies in shared segments (/dev/shm) where all peers are on this host.
+
+    A read is a memcpy of small pages then: as fast as a memmove on a fresh machine, half as fast as cma on one whose
+    memory is scattered (docs/benchmarks.md).
+    """
 
     ucx_connections_per_region: int = Field(default=4, ge=1, le=64)
     """How many reads of one remote region run at the same time; the others wait for their turn."""
