@@ -21,7 +21,7 @@ CASES = ["shm", "ucx", "ucx-segments", "ucx-tcp", "tcp", *NIXL]
 
 @pytest.fixture(params=CASES)
 def case(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Backend name; "ucx-segments" maps its owner's memory, "ucx-tcp" is in error mode PEER, as towards another host."""
+    """Backend name; "ucx-segments" maps its owner's memory, "ucx-tcp" is in error mode PEER, as elsewhere."""
     name = request.param
     if name == "ucx-segments":
         monkeypatch.setenv("REFLUX_TRANSFER_UCX_SEGMENTS", "1")
