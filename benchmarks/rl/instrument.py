@@ -6,7 +6,7 @@ evaluation's single answers are graded at once; every other job is one group, wh
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from reflux.sandbox.v1 import sandbox_service_pb2 as pb
 from reflux.sandbox.v1 import verification_pb2
@@ -22,8 +22,12 @@ _MOST_CLAIMS = 100
 class Instrument:
     """Use as an async context manager while runs go on. `seconds_of` maps a job's payload to its seconds."""
 
-    def __init__(self, seconds_of: Callable[[bytes], float]) -> None:
+    def __init__(
+        self, seconds_of: Callable[[bytes], float], rewards: Callable[[Sequence[str]], list[float]] | None = None
+    ) -> None:
+        """`rewards` grades the answers of one job; without it they alternate, so that no group is filtered."""
         self._seconds_of = seconds_of
+        self._rewards = rewards or alternating
         self._tasks: set[asyncio.Task[None]] = set()
         self.graded = 0
 
@@ -55,7 +59,7 @@ class Instrument:
             await asyncio.sleep(self._seconds_of(claim.payload))
         grades = [
             verification_pb2.Grade(outcome=verification_pb2.Grade.OUTCOME_SCORED, reward=reward)
-            for reward in rewards(len(claim.answers))
+            for reward in self._rewards(claim.answers)
         ]
         request = pb.CompleteVerificationRequest(name=claim.verification.name, token=claim.token, grades=grades)
         with contextlib.suppress(asyncio.CancelledError):
@@ -63,6 +67,6 @@ class Instrument:
             self.graded += 1
 
 
-def rewards(answers: int) -> list[float]:
-    """Rewards that differ inside a group, so that no group is filtered: the work is the same in every run."""
-    return [float(index % 2) for index in range(answers)] if answers > 1 else [0.5]
+def alternating(answers: Sequence[str]) -> list[float]:
+    """Rewards that differ inside a group: the work is the same in every run."""
+    return [float(index % 2) for index in range(len(answers))] if len(answers) > 1 else [0.5]
