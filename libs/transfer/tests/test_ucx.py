@@ -152,3 +152,13 @@ def test_a_segment_lives_as_long_as_its_last_view() -> None:
 
 def refuse(*_arguments: object) -> None:
     raise ucp.UcpError(-17, "Shared memory error")
+
+
+def test_a_ucx_that_cannot_lose_an_owner_gets_no_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend, owner = UcxBackend(SEGMENTS), UcxBackend(SEGMENTS)
+    for end in backend, owner:
+        monkeypatch.setattr(end._library, "release", (1, 18))
+    remote = backend.open(owner.describe(owner.allocate(100_000, for_readers=True)))
+    assert not remote.resource.attached
+    backend.close()
+    owner.close()

@@ -172,6 +172,8 @@ class Library:
             ) from error
         self.path = path
         self.version = self.calls.ucp_get_version_string().decode()
+        self.release = tuple(int(part) for part in self.version.split(".")[:2])
+        """Major and minor number."""
 
     def status_text(self, status: int) -> str:
         """UCX's own words for a status."""
@@ -198,9 +200,8 @@ class Library:
         """A context whose workers may live in different threads; `options` as in `configured`."""
         context = c_void_p()
         params = _ContextParams(mask=1 | 1 << 5, features=FEATURE_RMA | FEATURE_WAKEUP, mt_workers_shared=1)
-        major, minor = (int(part) for part in self.version.split(".")[:2])
         with self.configured(options) as config:
-            self.check(self.calls.ucp_init_version(major, minor, byref(params), config, byref(context)))
+            self.check(self.calls.ucp_init_version(*self.release, byref(params), config, byref(context)))
         return _address(context)
 
     def open_worker(self, context: int) -> int:

@@ -24,6 +24,7 @@ Lock = AbstractContextManager[Any]
 """A reentrant one."""
 
 OPTIONS = {"TLS": "posix,self", "PROTO_ENABLE": "n"}
+_OLDEST = 1, 19  # before it UCX ends the reader's process when a segment's owner is gone (openucx/ucx#10380)
 _SEGMENT_FOLDER = Path("/dev/shm")  # where UCX's posix transport puts them; its setting POSIX_DIR stays as it is
 
 
@@ -35,6 +36,10 @@ class Segments:
 
         While `still` is held nothing of this process reads memory for others: it is held when memory goes.
         """
+        if library.release < _OLDEST:
+            raise BackendUnavailable(
+                f"UCX {library.version} is too old for shared segments: it takes {_OLDEST[0]}.{_OLDEST[1]}"
+            )
         self._library, self._main_context = library, main_context
         self._still = still  # the only lock: a finalizer runs in whatever thread drops the last view
         self._held, self._closed = 0, False
