@@ -17,6 +17,8 @@ Release = Literal["full", "surrogate"]
 Transport = Literal["auto", "shm", "ucx", "tcp", "nixl"]
 WeightDtype = Literal["float32", "bfloat16"]
 WeightMode = Literal["auto", "swap", "in_place"]
+Prompt = Literal["words", "text", "chat"]
+LoraTargets = Literal["attention", "mlp", "attention+mlp", "attention+mlp+unembed"]
 
 
 class _Section(BaseModel):
@@ -47,6 +49,12 @@ class TaskConfig(_Section):
     num_phases: Count | None = None
     """Size of the fixed random subset of phases; unset takes the task's own (128 for xrd-phase-id). 8 is easy."""
 
+    prompt: Prompt = "words"
+    """How problems are put to the model. `words`: in the task's own closed vocabulary, which a fresh model is made for.
+    `text`: in sentences, where the task has them, for a language model with a tokenizer of its own. `chat`: the same as
+    a user's turn in the chat template of the model's folder. In both, the folder's end-of-sequence token ends an
+    answer."""
+
 
 class ModelConfig(_Section):
     """Which model; the sizes count for a fresh one only."""
@@ -71,6 +79,13 @@ class ModelConfig(_Section):
 
     gradient_checkpointing: bool = False
     """Computes activations again in the backward pass instead of keeping them: less memory, a third more time."""
+
+    lora_rank: Annotated[int, Field(ge=0, le=1024)] = 0
+    """Above 0: trains a LoRA adapter of this rank (arXiv 2106.09685) and leaves the weights as they are; replicas get
+    the weights with the adapter added in. Learning rates are about ten times those of all weights. 0 trains them."""
+
+    lora_targets: LoraTargets = "attention+mlp"
+    """Matrices that the adapter adapts; `unembed` is the output head, which models with tied embeddings lack."""
 
 
 class WarmupConfig(_Section):

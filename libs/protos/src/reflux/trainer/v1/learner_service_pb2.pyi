@@ -658,7 +658,9 @@ class PublishWeightsRequest(_message.Message):
     empty is `model_id`.
     """
     merged_adapter: _builtins.str
-    """With `publish_as`: the model's weights with this LoRA adapter added in; empty is the model alone."""
+    """The model's weights with this LoRA adapter added in; empty is the model alone. Without `publish_as` they go out as
+    the adapter's version.
+    """
     store_url: _builtins.str
     """URL of the object store of `merged_objects`."""
     version: _builtins.int
@@ -839,6 +841,7 @@ class LoadStateRequest(_message.Message):
     COMPUTE_DTYPE_FIELD_NUMBER: _builtins.int
     GRADIENT_CHECKPOINTING_FIELD_NUMBER: _builtins.int
     DETERMINISTIC_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
     model_id: _builtins.str
     """Model id."""
     path: _builtins.str
@@ -867,6 +870,8 @@ class LoadStateRequest(_message.Message):
     """Whether activations are computed again, as in CreateModel."""
     deterministic: _builtins.bool
     """Whether log-probs are computed one token at a time, as in CreateModel."""
+    epoch: _builtins.int
+    """With `adapter`: epoch of the broker that the weights it is published in had, at least; the state does not hold it."""
     @_builtins.property
     def objects(self) -> _containers.RepeatedCompositeFieldContainer[_checkpoint_pb2.StoredObject]:
         """Objects of the checkpoint."""
@@ -888,10 +893,11 @@ class LoadStateRequest(_message.Message):
         compute_dtype: _builtins.str = ...,
         gradient_checkpointing: _builtins.bool = ...,
         deterministic: _builtins.bool = ...,
+        epoch: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "compute_dtype", b"compute_dtype", "deterministic", b"deterministic", "gradient_checkpointing", b"gradient_checkpointing", "model_id", b"model_id", "objects", b"objects", "op_id", b"op_id", "path", b"path", "seed", b"seed", "store_url", b"store_url", "transport", b"transport", "weight_delta", b"weight_delta", "weight_dtype", b"weight_dtype", "weights_only", b"weights_only"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "compute_dtype", b"compute_dtype", "deterministic", b"deterministic", "epoch", b"epoch", "gradient_checkpointing", b"gradient_checkpointing", "model_id", b"model_id", "objects", b"objects", "op_id", b"op_id", "path", b"path", "seed", b"seed", "store_url", b"store_url", "transport", b"transport", "weight_delta", b"weight_delta", "weight_dtype", b"weight_dtype", "weights_only", b"weights_only"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

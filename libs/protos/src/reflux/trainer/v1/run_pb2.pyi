@@ -215,6 +215,7 @@ class TaskConfig(_message.Message):
     MIXTURE_FRACTION_FIELD_NUMBER: _builtins.int
     PEAKS_HIDDEN_FIELD_NUMBER: _builtins.int
     NUM_PHASES_FIELD_NUMBER: _builtins.int
+    PROMPT_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Registered name of the task, for example "xrd-phase-id"."""
     mixture_fraction: _builtins.float
@@ -223,6 +224,8 @@ class TaskConfig(_message.Message):
     """Control: hide the measured peaks, so that only elements are left."""
     num_phases: _builtins.int
     """Size of the task's subset of phases; unset takes the task's own."""
+    prompt: _builtins.str
+    """How problems are put to the model: "words", "text" or "chat"."""
     def __init__(
         self,
         *,
@@ -230,10 +233,11 @@ class TaskConfig(_message.Message):
         mixture_fraction: _builtins.float | None = ...,
         peaks_hidden: _builtins.bool | None = ...,
         num_phases: _builtins.int | None = ...,
+        prompt: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_mixture_fraction", b"_mixture_fraction", "_name", b"_name", "_num_phases", b"_num_phases", "_peaks_hidden", b"_peaks_hidden", "mixture_fraction", b"mixture_fraction", "name", b"name", "num_phases", b"num_phases", "peaks_hidden", b"peaks_hidden"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_mixture_fraction", b"_mixture_fraction", "_name", b"_name", "_num_phases", b"_num_phases", "_peaks_hidden", b"_peaks_hidden", "_prompt", b"_prompt", "mixture_fraction", b"mixture_fraction", "name", b"name", "num_phases", b"num_phases", "peaks_hidden", b"peaks_hidden", "prompt", b"prompt"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_mixture_fraction", b"_mixture_fraction", "_name", b"_name", "_num_phases", b"_num_phases", "_peaks_hidden", b"_peaks_hidden", "mixture_fraction", b"mixture_fraction", "name", b"name", "num_phases", b"num_phases", "peaks_hidden", b"peaks_hidden"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_mixture_fraction", b"_mixture_fraction", "_name", b"_name", "_num_phases", b"_num_phases", "_peaks_hidden", b"_peaks_hidden", "_prompt", b"_prompt", "mixture_fraction", b"mixture_fraction", "name", b"name", "num_phases", b"num_phases", "peaks_hidden", b"peaks_hidden", "prompt", b"prompt"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__mixture_fraction: _TypeAlias = _typing.Literal["mixture_fraction"]  # noqa: Y015
     _WhichOneofArgType__mixture_fraction: _TypeAlias = _typing.Literal["_mixture_fraction", b"_mixture_fraction"]  # noqa: Y015
@@ -243,6 +247,8 @@ class TaskConfig(_message.Message):
     _WhichOneofArgType__num_phases: _TypeAlias = _typing.Literal["_num_phases", b"_num_phases"]  # noqa: Y015
     _WhichOneofReturnType__peaks_hidden: _TypeAlias = _typing.Literal["peaks_hidden"]  # noqa: Y015
     _WhichOneofArgType__peaks_hidden: _TypeAlias = _typing.Literal["_peaks_hidden", b"_peaks_hidden"]  # noqa: Y015
+    _WhichOneofReturnType__prompt: _TypeAlias = _typing.Literal["prompt"]  # noqa: Y015
+    _WhichOneofArgType__prompt: _TypeAlias = _typing.Literal["_prompt", b"_prompt"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__mixture_fraction) -> _WhichOneofReturnType__mixture_fraction | None: ...
     @_typing.overload
@@ -251,6 +257,8 @@ class TaskConfig(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__num_phases) -> _WhichOneofReturnType__num_phases | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__peaks_hidden) -> _WhichOneofReturnType__peaks_hidden | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt) -> _WhichOneofReturnType__prompt | None: ...
 
 Global___TaskConfig: _TypeAlias = TaskConfig  # noqa: Y015
 
@@ -267,6 +275,8 @@ class ModelConfig(_message.Message):
     INTERMEDIATE_SIZE_FIELD_NUMBER: _builtins.int
     COMPUTE_DTYPE_FIELD_NUMBER: _builtins.int
     GRADIENT_CHECKPOINTING_FIELD_NUMBER: _builtins.int
+    LORA_RANK_FIELD_NUMBER: _builtins.int
+    LORA_TARGETS_FIELD_NUMBER: _builtins.int
     path: _builtins.str
     """Folder in Hugging Face layout; empty initialises a fresh model of the sizes below."""
     hidden_size: _builtins.int
@@ -281,6 +291,10 @@ class ModelConfig(_message.Message):
     """Type of the learner's passes: "float32" or "bfloat16"."""
     gradient_checkpointing: _builtins.bool
     """Whether the learner computes activations again instead of keeping them."""
+    lora_rank: _builtins.int
+    """Above 0: rank of the LoRA adapter that is trained instead of the weights."""
+    lora_targets: _builtins.str
+    """Matrices that the adapter adapts, for example "attention+mlp"."""
     def __init__(
         self,
         *,
@@ -291,10 +305,12 @@ class ModelConfig(_message.Message):
         intermediate_size: _builtins.int | None = ...,
         compute_dtype: _builtins.str | None = ...,
         gradient_checkpointing: _builtins.bool | None = ...,
+        lora_rank: _builtins.int | None = ...,
+        lora_targets: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_compute_dtype", b"_compute_dtype", "_gradient_checkpointing", b"_gradient_checkpointing", "_hidden_size", b"_hidden_size", "_intermediate_size", b"_intermediate_size", "_num_heads", b"_num_heads", "_num_layers", b"_num_layers", "_path", b"_path", "compute_dtype", b"compute_dtype", "gradient_checkpointing", b"gradient_checkpointing", "hidden_size", b"hidden_size", "intermediate_size", b"intermediate_size", "num_heads", b"num_heads", "num_layers", b"num_layers", "path", b"path"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_compute_dtype", b"_compute_dtype", "_gradient_checkpointing", b"_gradient_checkpointing", "_hidden_size", b"_hidden_size", "_intermediate_size", b"_intermediate_size", "_lora_rank", b"_lora_rank", "_lora_targets", b"_lora_targets", "_num_heads", b"_num_heads", "_num_layers", b"_num_layers", "_path", b"_path", "compute_dtype", b"compute_dtype", "gradient_checkpointing", b"gradient_checkpointing", "hidden_size", b"hidden_size", "intermediate_size", b"intermediate_size", "lora_rank", b"lora_rank", "lora_targets", b"lora_targets", "num_heads", b"num_heads", "num_layers", b"num_layers", "path", b"path"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_compute_dtype", b"_compute_dtype", "_gradient_checkpointing", b"_gradient_checkpointing", "_hidden_size", b"_hidden_size", "_intermediate_size", b"_intermediate_size", "_num_heads", b"_num_heads", "_num_layers", b"_num_layers", "_path", b"_path", "compute_dtype", b"compute_dtype", "gradient_checkpointing", b"gradient_checkpointing", "hidden_size", b"hidden_size", "intermediate_size", b"intermediate_size", "num_heads", b"num_heads", "num_layers", b"num_layers", "path", b"path"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_compute_dtype", b"_compute_dtype", "_gradient_checkpointing", b"_gradient_checkpointing", "_hidden_size", b"_hidden_size", "_intermediate_size", b"_intermediate_size", "_lora_rank", b"_lora_rank", "_lora_targets", b"_lora_targets", "_num_heads", b"_num_heads", "_num_layers", b"_num_layers", "_path", b"_path", "compute_dtype", b"compute_dtype", "gradient_checkpointing", b"gradient_checkpointing", "hidden_size", b"hidden_size", "intermediate_size", b"intermediate_size", "lora_rank", b"lora_rank", "lora_targets", b"lora_targets", "num_heads", b"num_heads", "num_layers", b"num_layers", "path", b"path"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__compute_dtype: _TypeAlias = _typing.Literal["compute_dtype"]  # noqa: Y015
     _WhichOneofArgType__compute_dtype: _TypeAlias = _typing.Literal["_compute_dtype", b"_compute_dtype"]  # noqa: Y015
@@ -304,6 +320,10 @@ class ModelConfig(_message.Message):
     _WhichOneofArgType__hidden_size: _TypeAlias = _typing.Literal["_hidden_size", b"_hidden_size"]  # noqa: Y015
     _WhichOneofReturnType__intermediate_size: _TypeAlias = _typing.Literal["intermediate_size"]  # noqa: Y015
     _WhichOneofArgType__intermediate_size: _TypeAlias = _typing.Literal["_intermediate_size", b"_intermediate_size"]  # noqa: Y015
+    _WhichOneofReturnType__lora_rank: _TypeAlias = _typing.Literal["lora_rank"]  # noqa: Y015
+    _WhichOneofArgType__lora_rank: _TypeAlias = _typing.Literal["_lora_rank", b"_lora_rank"]  # noqa: Y015
+    _WhichOneofReturnType__lora_targets: _TypeAlias = _typing.Literal["lora_targets"]  # noqa: Y015
+    _WhichOneofArgType__lora_targets: _TypeAlias = _typing.Literal["_lora_targets", b"_lora_targets"]  # noqa: Y015
     _WhichOneofReturnType__num_heads: _TypeAlias = _typing.Literal["num_heads"]  # noqa: Y015
     _WhichOneofArgType__num_heads: _TypeAlias = _typing.Literal["_num_heads", b"_num_heads"]  # noqa: Y015
     _WhichOneofReturnType__num_layers: _TypeAlias = _typing.Literal["num_layers"]  # noqa: Y015
@@ -318,6 +338,10 @@ class ModelConfig(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__hidden_size) -> _WhichOneofReturnType__hidden_size | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__intermediate_size) -> _WhichOneofReturnType__intermediate_size | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__lora_rank) -> _WhichOneofReturnType__lora_rank | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__lora_targets) -> _WhichOneofReturnType__lora_targets | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__num_heads) -> _WhichOneofReturnType__num_heads | None: ...
     @_typing.overload
