@@ -10,7 +10,8 @@ import pytest
 
 from reflux_tasks.verify import Grade
 from reflux_tasks.xrd import measured
-from reflux_tasks.xrd.measured import MeasuredVerifier, clash, measured_payload
+from reflux_tasks.xrd.measured import MeasuredVerifier, clash, fraction_score
+from reflux_tasks.xrd.measured_payload import measured_payload, named_payload
 from reflux_tasks.xrd.structure_files import SHIPPED, read_text
 
 pytestmark = pytest.mark.timeout(600)
@@ -72,7 +73,8 @@ def honest(verifier: MeasuredVerifier, payload: dict[str, Any]) -> Grade:
 def test_the_right_set_is_accepted_and_a_wrong_one_is_not(
     honest: Grade, verifier: MeasuredVerifier, payload: dict[str, Any]
 ) -> None:
-    assert honest.reward > 0.85
+    assert honest.detail["score"] > 0.85
+    assert honest.reward == pytest.approx(0.7 * honest.detail["score"], abs=1e-4), "no claim, no pay for fractions"
     assert honest.detail["accepted"]
     assert honest.detail["r_wb"] < 0.20
     assert honest.detail["phases"]["TiO2"]["mass_fraction"] == pytest.approx(0.4, abs=0.15)
@@ -124,6 +126,63 @@ def test_other_settings_of_a_phase_earn_what_the_phase_earns_but_not_twice(
     assert [grade.reward for grade in grades[1:]] == [0.0, 0.0]
 
 
+def test_claimed_fractions_earn_their_part_by_how_far_the_worst_is_off(
+    verifier: MeasuredVerifier, payload: dict[str, Any], honest: Grade
+) -> None:
+    score = honest.detail["score"]
+    claims = ["TiO2 0.41 <sep> ZnO 0.59", "ZnO 0.7 <sep> TiO2 0.3", "TiO2 0.8 <sep> ZnO 0.2", "TiO2 0.4 <sep> ZnO"]
+    weighed = {**payload, "weighed": {"TiO2": 0.4, "ZnO": 0.6}}
+    right, off, wrong, partial = verifier.grade(weighed, [f"{claim} <eos>" for claim in claims])
+    assert [right.reward, off.reward, wrong.reward] == pytest.approx([score, 0.85 * score, 0.7 * score], abs=1e-3)
+    assert (partial.outcome, "all or none" in partial.detail["reason"]) == ("invalid", True)
+    [of_refined] = verifier.grade(payload, ["TiO2 0.36 <sep> ZnO 0.64 <eos>"])
+    assert of_refined.reward == pytest.approx(score, abs=1e-3), "without weighed fractions the refined ones count"
+
+
+@pytest.mark.parametrize(
+    ("claimed", "score"),
+    [
+        ({"A": 0.45, "B": 0.55}, 1.0),
+        ({"A": 0.5, "B": 0.5}, 0.5),
+        ({"A": 0.56, "B": 0.44}, 0.0),
+        ({"A": 0.4, "C": 0.6}, 0.0),
+    ],
+)
+def test_the_rule_of_fractions(claimed: dict[str, float], score: float) -> None:
+    assert fraction_score(claimed, {"A": 0.4, "B": 0.6}) == pytest.approx(score, abs=1e-9)
+
+
+def test_a_neighbour_in_the_periodic_table_earns_nothing_beside_the_phase_it_stands_for(
+    verifier: MeasuredVerifier, payload: dict[str, Any], honest: Grade
+) -> None:
+    cobalt = (SHIPPED / "ZnO.cif").read_text().replace("Zn", "Co")
+    both = {**payload, "candidates": {**payload["candidates"], "CoO": cobalt}}
+    wrong, right = verifier.grade(both, ["TiO2 <sep> CoO <eos>", "TiO2 <sep> ZnO <eos>"])
+    assert (wrong.reward, wrong.detail["gate"]) == (0.0, "CoO: ZnO of the same structure type fits better")
+    assert right.reward == honest.reward
+
+
+def test_a_pattern_can_be_named_with_the_hash_of_its_bytes(
+    objcryst: Path, tmp_path: Path, payload: dict[str, Any], honest: Grade, xrd_data: Path
+) -> None:
+    [pattern] = (xrd_data / "measured").glob(MIXTURE)
+    (tmp_path / pattern.name).write_bytes(pattern.read_bytes())
+    verifier = MeasuredVerifier(objcryst, patterns=tmp_path)
+    named = {**named_payload(pattern), "candidates": {name: payload["candidates"][name] for name in ("TiO2", "ZnO")}}
+    assert verifier.grade(named, ["TiO2 <sep> ZnO <eos>"])[0].reward == pytest.approx(honest.reward, abs=1e-6)
+    for wrong in ({"sha256": "0" * 64}, {"pattern_file": "../" + pattern.name}, {"pattern_file": "none.xy"}):
+        with pytest.raises(ValueError, match=r"sha256 differs|no pattern"):
+            verifier.grade({**named, **wrong}, ["TiO2 <eos>"])
+
+
+def test_the_order_of_an_answer_means_nothing_and_its_claims_do() -> None:
+    verifier = MeasuredVerifier()
+    assert verifier.canonical({}, "ZnO 0.60 <sep>  TiO2 0.4 <eos> <pad>") == "TiO2 0.4 <sep> ZnO 0.6 <eos>"
+    assert verifier.canonical({}, "ZnO <sep> ZnO <eos>") == "ZnO <sep> ZnO <eos>"
+    assert verifier.canonical({}, "data_x") is None
+    assert verifier.canonical({}, "ZnO 0.9 <sep> TiO2 0.4 <eos>") is None
+
+
 def test_an_element_that_is_not_in_the_sample_earns_nothing(
     verifier: MeasuredVerifier, payload: dict[str, Any]
 ) -> None:
@@ -153,6 +212,9 @@ def test_phases_of_one_type_whose_cells_reach_each_other_cannot_be_told_apart() 
         {"candidates": 3},
         {"candidates": {"x": "data_"}},
         {"elements": 3},
+        {"weighed": {"ZnO": 0.4}},
+        {"weighed": {"NiO": 1.0}},
+        {"pattern_file": "a.xy"},
     ],
 )
 def test_a_foreign_payload_is_the_callers_error(change: dict[str, Any]) -> None:

@@ -77,8 +77,10 @@ def check() -> None:
 def check_xrd(pattern: Path, phases: tuple[str, ...], candidates: Path | None) -> None:
     """Refine PHASES, names of candidate files, against a measured PATTERN (Cu K-alpha).
 
+    NAME=FRACTION claims a mass fraction, which is compared with the refined one.
+
     \b
-    reflux tasks check xrd sample.xrdml TiO2 ZnO --candidates structures/
+    reflux tasks check xrd sample.xrdml TiO2=0.4 ZnO=0.6 --candidates structures/
     """
     try:
         grade = _check_xrd(pattern, phases, candidates)
@@ -91,12 +93,14 @@ def check_xrd(pattern: Path, phases: tuple[str, ...], candidates: Path | None) -
 
 def _check_xrd(pattern: Path, phases: tuple[str, ...], candidates: Path | None) -> dict[str, Any]:
     from reflux_tasks.verify import VerificationError, VerifierUnavailable
-    from reflux_tasks.xrd.measured import MeasuredVerifier, measured_payload
+    from reflux_tasks.xrd.measured import MeasuredVerifier
+    from reflux_tasks.xrd.measured_payload import measured_payload
     from reflux_tasks.xrd.structure_files import SHIPPED
 
     try:
         payload = measured_payload(pattern, candidates or SHIPPED)
-        [grade] = MeasuredVerifier().grade(payload, [" <sep> ".join(phases) + " <eos>"])
+        claims = [" ".join(phase.rsplit("=", 1)) for phase in phases]
+        [grade] = MeasuredVerifier().grade(payload, [" <sep> ".join(claims) + " <eos>"])
     except (VerificationError, VerifierUnavailable, ValueError, OSError) as error:
         raise ClientError(f"cannot check: {error}") from error
     return {"outcome": grade.outcome, "reward": round(grade.reward, 4), **grade.detail}

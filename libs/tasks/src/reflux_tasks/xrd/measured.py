@@ -1,6 +1,5 @@
 """The verifier for a laboratory's own pattern: phase sets out of its own structures, by Rietveld refinement."""
 
-import re
 from collections.abc import Mapping, Sequence
 from itertools import combinations
 from pathlib import Path
@@ -10,139 +9,128 @@ import numpy as np
 
 from reflux_tasks.canonical import Form
 from reflux_tasks.verify import Answer, Fidelity, Grade, Verifier
-from reflux_tasks.xrd.answers import END, PAD, SEPARATOR, InvalidAnswer
+from reflux_tasks.xrd.answers import InvalidAnswer
 from reflux_tasks.xrd.bounded import OverLimit, call_bounded
-from reflux_tasks.xrd.profile import Profile
-from reflux_tasks.xrd.readers import checked, cut_and_rebin, read_pattern
-from reflux_tasks.xrd.refinement import MAX_PHASES, RefinementOptions, RefinementRefused, refine, system_python
-from reflux_tasks.xrd.structure_files import Structure, UnreadableStructure, read_folder, read_text
-from reflux_tasks.xrd.verdict import fit_detail, judge
+from reflux_tasks.xrd.measured_answers import MeasuredAnswer, parse_measured_answer
+from reflux_tasks.xrd.measured_payload import MEASURED_OPTIONS, MeasuredPayload, parse_measured_payload
+from reflux_tasks.xrd.refinement import MAX_PHASES, RefinementRefused, refine, system_python
+from reflux_tasks.xrd.structure_files import Structure, StructureCache, UnreadableStructure, read_folder, read_text
+from reflux_tasks.xrd.verdict import Verdict, fit_detail, judge
 
-LOW_DEGREES, HIGH_DEGREES = 13.0, 90.0
-MAX_POINTS = 4000
-"""Scans with more points are rebinned."""
-MAX_ANSWER_CHARACTERS = 200_000
-MAX_CANDIDATES = 200
+FRACTION_SHARE = 0.3
+"""Part of the reward that only claimed mass fractions earn."""
+RIGHT_FRACTION, WRONG_FRACTION = 0.05, 0.15
+"""Claims whose worst phase is off by this much earn all of that part, or none of it."""
+MAX_RIVALS = 3
+"""Candidates that are refined in place of an answer's phase: the nearest in cell."""
 SAME = "a phase twice"
-_BLOCK = re.compile(r"^[ \t]*data_", re.MULTILINE | re.IGNORECASE)
-MEASURED_OPTIONS = RefinementOptions()
-"""The recipe for measured patterns: Cu K-alpha, sample displacement, cells within 1.2 %."""
-
-
-def prepare(profile: Profile) -> Profile:
-    """The part of a scan that is refined: 13 to 90 degrees, neighbours summed to at most 4000 points."""
-    return cut_and_rebin(profile, LOW_DEGREES, HIGH_DEGREES, MAX_POINTS)
-
-
-def measured_payload(pattern: Path, candidates: Path) -> dict[str, Any]:
-    """The verifier's payload for a pattern and a folder of CIF files (at most 200), which become the candidates.
-
-    Raises UnreadablePattern, FileNotFoundError, or ValueError when no structure can be used.
-    """
-    profile = prepare(read_pattern(pattern))
-    usable, refused = read_folder(candidates)
-    if not usable:
-        raise ValueError(f"{candidates}: no usable structure: {'; '.join(list(refused.values())[:3])}")
-    return {
-        "pattern": pattern.name,
-        "two_theta_degrees": profile.two_theta.round(6).tolist(),
-        "counts": profile.counts.round(3).tolist(),
-        "candidates": {name: structure.text for name, structure in usable.items()},
-    }
+OVERLAP = "two phases of one structure type whose lines overlap"
 
 
 class MeasuredVerifier(Verifier):
-    """Reward of a phase set on a measured pattern, as `verdict.py` defines it: gate * clip((0.45 - cost) / 0.30, 0, 1).
+    """Reward of a phase set on a measured pattern: score * (0.7 + 0.3 * F), the score as `verdict.py` defines it.
 
-    The payload is `measured_payload`'s: counts over two-theta, and the texts of the candidate structures by name;
-    optionally `elements`, those that the sample may hold. An answer names candidates, `ZnO <sep> V2O5 <eos>`, or gives
-    their structures as blocks of CIF. A structure must match a candidate (pymatgen's StructureMatcher, so that
-    supercells and other settings are the same phase), and it is the candidate that is refined: coordinates fitted to
-    the pattern earn nothing. More than 5 phases, a phase twice, also as another setting, and a foreign one are
-    refused; what cannot be parsed, or would cost far more than a refinement should, is `invalid`.
+    F = clip((0.15 - worst) / 0.10, 0, 1), `worst` the largest |claimed - true| over all phases; true are the payload's
+    weighed fractions, or else the refined ones. F = 0 without claims.
+
+    The payload is `measured_payload`'s (measured_payload.py says what it may hold), the grammar is that of
+    measured_answers.py. A structure must match a candidate (pymatgen's StructureMatcher, so that supercells and other
+    settings are the same phase), and it is the candidate that is refined: coordinates fitted to the pattern earn
+    nothing. More than 5 phases, a phase twice, also as another setting, and a foreign one are refused; what cannot be
+    parsed, or would cost far more than a refinement should, is `invalid`. Where a candidate of the same structure type
+    and cell, with elements that the sample may hold, fits better in place of a phase, the phase earns nothing.
     """
 
     name: ClassVar[str] = "measured"
-    version: ClassVar[str] = "measured-1"
+    version: ClassVar[str] = "measured-2"
     fidelity: ClassVar[Fidelity] = "full"
     trusted: ClassVar[bool] = False
-    cost_seconds: ClassVar[float] = 1.0
-    canonical_form: ClassVar[Form] = "exact"
+    cost_seconds: ClassVar[float] = 2.0
+    canonical_form: ClassVar[Form] = "own"
 
-    def __init__(self, python: Path | None = None) -> None:
+    def __init__(self, python: Path | None = None, patterns: Path | None = None, warm: Path | None = None) -> None:
+        """`python` has ObjCryst++ (None: the system's); `patterns` is the folder whose files payloads may name; the
+        structures of the folder `warm` are read by `prepare`, so that children need not."""
         self.python = python
-        self._read: dict[str, Structure] = {}
+        self.patterns = patterns
+        self.warm = warm
+        self._structures = StructureCache()
 
     def prepare(self) -> None:
-        import pymatgen.analysis.structure_matcher  # noqa: F401
+        import pymatgen.analysis.diffraction.xrd
+        import pymatgen.analysis.structure_matcher
+        import pymatgen.io.cif  # noqa: F401
 
         self.python = self.python or system_python()
+        if self.warm is not None:
+            self._structures.keep(read_folder(self.warm)[0].values())
+
+    def canonical(self, payload: Mapping[str, Any], answer: str) -> str | None:
+        """Sorted names with their claims; a structure as CIF stands for itself."""
+        del payload
+        try:
+            parsed = parse_measured_answer(answer)
+        except InvalidAnswer:
+            return None
+        return None if parsed.is_cif else parsed.words
 
     def grade(self, payload: Mapping[str, Any], answers: Sequence[Answer]) -> list[Grade]:
-        profile, candidates, elements = self._parse_payload(payload)
-        known: dict[frozenset[str], Grade] = {}
-        grades = []
-        for answer in answers:
-            try:
-                names = _named(answer if isinstance(answer, str) else " ".join(answer), candidates)
-                refusal = _refusal(names, candidates, elements)
-                key = frozenset(names)
-                if not refusal and key not in known:
-                    known[key] = self._refined(profile, [candidates[name] for name in sorted(key)])
-                grades.append(Grade("scored", 0.0, {"gate": refusal}) if refusal else known[key])
-            except (InvalidAnswer, RefinementRefused) as error:
-                grades.append(Grade("invalid", 0.0, {"reason": str(error)}))
-        return grades
+        asked = parse_measured_payload(payload, self.patterns, self._structures)
+        known: dict[frozenset[str], Verdict] = {}
+        return [
+            self._grade(asked, answer if isinstance(answer, str) else " ".join(answer), known) for answer in answers
+        ]
 
-    def _refined(self, profile: Profile, structures: Sequence[Structure]) -> Grade:
-        fit = refine(profile, [structure.candidate for structure in structures], MEASURED_OPTIONS, self.python)
-        verdict = judge(fit, MEASURED_OPTIONS.cell_limit)
-        detail = {"gate": verdict.gate, "accepted": verdict.accepted, **fit_detail(fit)}
-        return Grade("scored", verdict.score, detail)
-
-    def _parse_payload(self, payload: Mapping[str, Any]) -> tuple[Profile, dict[str, Structure], frozenset[str] | None]:
+    def _grade(self, asked: MeasuredPayload, text: str, known: dict[frozenset[str], Verdict]) -> Grade:
         try:
-            profile = checked("pattern", *(np.array(payload[key], float) for key in ("two_theta_degrees", "counts")))
-            texts = {str(name): str(text) for name, text in payload["candidates"].items()}
-            elements = frozenset(payload["elements"]) if "elements" in payload else None
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise ValueError(f"not a payload of this verifier: {error!r}") from error
-        if not 1 <= len(texts) <= MAX_CANDIDATES:
-            raise ValueError(
-                f"not a payload of this verifier: {len(texts)} candidates, 1 to {MAX_CANDIDATES} are allowed"
-            )
-        return profile, {name: self._structure(name, text) for name, text in texts.items()}, elements
+            answer = parse_measured_answer(text)
+            names = [_matching(each, asked.candidates) for each in answer.phases] if answer.is_cif else answer.phases
+            if refusal := _refusal(names, asked):
+                return Grade("scored", 0.0, {"gate": refusal})
+            verdict = self._judged(asked, names, known)
+        except (InvalidAnswer, RefinementRefused) as error:
+            return Grade("invalid", 0.0, {"reason": str(error)})
+        return _graded(asked, names, answer, verdict)
 
-    def _structure(self, name: str, text: str) -> Structure:
-        """Parsed once per verifier: the groups of a run share their candidates."""
-        if text not in self._read:
-            if len(self._read) >= MAX_CANDIDATES:
-                self._read.clear()
-            self._read[text] = read_text(name, text)
-        return self._read[text].under(name)
+    def _judged(self, asked: MeasuredPayload, names: Sequence[str], known: dict[frozenset[str], Verdict]) -> Verdict:
+        """The verdict on a set, or that another set of the same types is the better one."""
+        verdict = self._refined(asked, names, known)
+        for name in () if verdict.gate else names:
+            for rival in rivals(name, names, asked):
+                swapped = self._refined(asked, [rival if each == name else each for each in names], known)
+                if swapped.rank < verdict.rank:
+                    return Verdict(f"{name}: {rival} of the same structure type fits better", verdict.fit)
+        return verdict
+
+    def _refined(self, asked: MeasuredPayload, names: Sequence[str], known: dict[frozenset[str], Verdict]) -> Verdict:
+        key = frozenset(names)
+        if key not in known:
+            chosen = [asked.candidates[name].candidate for name in sorted(key)]
+            fit = refine(asked.profile, chosen, MEASURED_OPTIONS, self.python)
+            known[key] = judge(fit, MEASURED_OPTIONS.cell_limit)
+        return known[key]
 
 
-def _named(answer: str, candidates: Mapping[str, Structure]) -> list[str]:
-    """Names in the order of an answer, repetitions kept, "" for a structure that is no candidate; InvalidAnswer."""
-    if len(answer) > MAX_ANSWER_CHARACTERS:
-        raise InvalidAnswer(f"{len(answer)} characters, at most {MAX_ANSWER_CHARACTERS} are read")
-    _, *blocks = _BLOCK.split(answer)
-    if len(blocks) > MAX_PHASES:
-        raise InvalidAnswer(f"more than {MAX_PHASES} structures")
-    if blocks:
-        return [_matching(block, candidates) for block in blocks]
-    body, end, rest = answer.partition(END)
-    if not end or rest.replace(PAD, "").strip():
-        raise InvalidAnswer(f"no {END}, or words after it")
-    names = [name.strip() for name in body.split(SEPARATOR)]
-    if not all(names):
-        raise InvalidAnswer("a phase without a name")
-    return names
+def _graded(asked: MeasuredPayload, names: Sequence[str], answer: MeasuredAnswer, verdict: Verdict) -> Grade:
+    detail: dict[str, Any] = {"gate": verdict.gate, "accepted": verdict.accepted, **fit_detail(verdict.fit)}
+    detail |= {"score": round(verdict.score, 4), "fractions": 0.0}
+    if answer.fractions is not None:
+        true = asked.weighed or {phase.name: phase.mass_fraction for phase in verdict.fit.phases}
+        detail["fractions"] = fraction_score(dict(zip(names, answer.fractions, strict=True)), true)
+    share = 1 - FRACTION_SHARE + FRACTION_SHARE * detail["fractions"]
+    return Grade("scored", verdict.score * share, detail)
+
+
+def fraction_score(claimed: Mapping[str, float], true: Mapping[str, float]) -> float:
+    """1 when every mass fraction is within 0.05, 0 when one is off by 0.15 or more; a phase of one side only has 0."""
+    worst = max(abs(claimed.get(name, 0.0) - true.get(name, 0.0)) for name in {*claimed, *true})
+    return float(np.clip((WRONG_FRACTION - worst) / (WRONG_FRACTION - RIGHT_FRACTION), 0.0, 1.0))
 
 
 def _matching(block: str, candidates: Mapping[str, Structure]) -> str:
+    """Name of the candidate that a CIF shows, "" when it is none; raises InvalidAnswer."""
     try:
-        proposed = read_text("proposed", "data_" + block, poscar=False)
+        proposed = read_text("proposed", block, poscar=False)
         same = {n: c.primitive for n, c in candidates.items() if c.phase.formula == proposed.phase.formula}
         return call_bounded(_first_match, proposed.primitive, same, cpu_seconds=5)
     except (UnreadableStructure, OverLimit) as error:
@@ -156,16 +144,16 @@ def _first_match(proposed: Any, candidates: Mapping[str, Any]) -> str:
     return next((name for name, structure in candidates.items() if matcher.fit(proposed, structure)), "")
 
 
-def _refusal(names: Sequence[str], candidates: Mapping[str, Structure], elements: frozenset[str] | None) -> str:
+def _refusal(names: Sequence[str], asked: MeasuredPayload) -> str:
     """Why an answer is not worth a refinement; empty when it is."""
     if len(names) > MAX_PHASES:
         return f"more than {MAX_PHASES} phases"
     if len(set(names)) < len(names):
         return SAME
-    if any(name not in candidates for name in names):
+    if any(name not in asked.candidates for name in names):
         return "a phase that is no candidate"
-    chosen = [candidates[name] for name in names]
-    if elements is not None and any(not set(each.phase.elements) <= elements for each in chosen):
+    chosen = [asked.candidates[name] for name in names]
+    if not all(asked.allows(each) for each in chosen):
         return "an element that is not in the sample"
     return next((reason for pair in combinations(chosen, 2) if (reason := clash(*pair))), "")
 
@@ -178,8 +166,26 @@ def clash(one: Structure, other: Structure) -> str:
     """
     if one.phase.formula == other.phase.formula and _first_match(one.primitive, {"same": other.primitive}):
         return SAME
-    if one.phase.hall == other.phase.hall and sorted(one.phase.multiplicities) == sorted(other.phase.multiplicities):
-        ratios = np.array(one.candidate.cell) / np.array(other.candidate.cell)
-        if np.abs(ratios - 1).max() <= 2 * MEASURED_OPTIONS.cell_limit:
-            return "two phases of one structure type whose lines overlap"
-    return ""
+    return OVERLAP if _overlap(one, other) else ""
+
+
+def _overlap(one: Structure, other: Structure) -> bool:
+    if one.phase.hall != other.phase.hall or sorted(one.phase.multiplicities) != sorted(other.phase.multiplicities):
+        return False
+    return _cell_distance(one, other) <= 2 * MEASURED_OPTIONS.cell_limit
+
+
+def _cell_distance(one: Structure, other: Structure) -> float:
+    return float(np.abs(np.array(one.candidate.cell) / np.array(other.candidate.cell) - 1).max())
+
+
+def rivals(name: str, names: Sequence[str], asked: MeasuredPayload) -> list[str]:
+    """Candidates of the type and cell of a phase that the sample could hold instead of it, the nearest cells first."""
+    phase = asked.candidates[name]
+    found = [
+        (_cell_distance(phase, other), key)
+        for key, other in asked.candidates.items()
+        if key not in names and other.phase.formula != phase.phase.formula and asked.allows(other)
+        if _overlap(phase, other)
+    ]
+    return [key for _, key in sorted(found)[:MAX_RIVALS]]

@@ -56,7 +56,7 @@ class ProfileSurrogate:
         matrix /= np.maximum(np.linalg.norm(matrix, axis=2, keepdims=True), 1e-300)
         self._gram = matrix @ matrix.transpose(0, 2, 1)
         self._overlap = matrix @ signal
-        self._peaks = _observed_peaks(profile, background)
+        self._peaks = observed_peaks(profile, background)
 
     def _patterns(self, two_theta: np.ndarray, candidates: Mapping[str, Structure]) -> np.ndarray:
         """[grid, columns, points]: each candidate's patterns (two where it has a texture axis), then the background."""
@@ -131,7 +131,7 @@ def _non_negative(gram: np.ndarray, overlap: np.ndarray, constrained: int) -> np
     return np.where(active, solved, 0.0)
 
 
-def _observed_peaks(profile: Profile, background: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def observed_peaks(profile: Profile, background: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Angles and heights of peaks that stand out of the counting noise, at least 1 % of the highest."""
     from scipy.signal import find_peaks
 

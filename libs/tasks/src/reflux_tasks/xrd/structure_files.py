@@ -6,7 +6,7 @@ operations, angles and lengths of the cell.
 
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ MAX_BYTES = 2 * 2**20
 MAX_ATOMS = 400
 """In the conventional cell."""
 MAX_SITE_LINES = 2000
+_MAX_KEPT = 200
 MIN_DISTANCE_ANGSTROM = 0.6
 MIN_VOLUME_PER_ATOM, MAX_VOLUME_PER_ATOM = 3.0, 120.0
 """Cubic angstrom; diamond has 5.7, caesium 117."""
@@ -108,6 +109,25 @@ def read_text(name: str, text: str, *, poscar: bool | None = None) -> Structure:
         return call_bounded(_parse, name, text, poscar)
     except ValueError as error:
         raise UnreadableStructure(f"not usable: {error}") from error
+
+
+class StructureCache:
+    """Structures by their text, parsed once: the groups of a run share their candidates."""
+
+    def __init__(self) -> None:
+        self._read: dict[str, Structure] = {}
+
+    def read(self, name: str, text: str) -> Structure:
+        """As read_text; at most 200 structures are kept."""
+        if text not in self._read:
+            if len(self._read) >= _MAX_KEPT:
+                self._read.clear()
+            self._read[text] = read_text(name, text)
+        return self._read[text].under(name)
+
+    def keep(self, structures: Iterable[Structure]) -> None:
+        """Takes structures that are read already."""
+        self._read |= {structure.text: structure for structure in structures}
 
 
 def _is_structure(path: Path) -> bool:

@@ -15,7 +15,8 @@ from typing import Literal
 
 from reflux_tasks.verify import VerificationError
 from reflux_tasks.xrd import profile_surrogate
-from reflux_tasks.xrd.measured import MEASURED_OPTIONS, SAME, clash, prepare
+from reflux_tasks.xrd.measured import SAME, clash
+from reflux_tasks.xrd.measured_payload import MEASURED_OPTIONS, prepare
 from reflux_tasks.xrd.profile import Profile
 from reflux_tasks.xrd.profile_surrogate import ProfileSurrogate, SurrogateScore
 from reflux_tasks.xrd.readers import SUFFIXES, UnreadablePattern, cut_and_rebin, mixture_truth, read_pattern
