@@ -26,7 +26,7 @@ CONFIG = load_document({"rl": {"samples_per_group": 2, "groups_per_step": 4}})
 class Words:
     end_id = 1
 
-    def decode(self, token_ids):
+    def answer_text(self, token_ids):
         return " ".join(map(str, token_ids))
 
 

@@ -10,7 +10,7 @@ from reflux.trainer.v1.run_pb2 import RunConfig as RunConfigMessage
 from reflux_client.connection import ClientError
 from reflux_runs.config import RunConfig
 from reflux_runs.errors import ConfigError
-from reflux_runs.load import load_document, load_file, load_toml, merged
+from reflux_runs.load import changed, load_document, load_file, load_toml, merged
 from reflux_runs.preflight import preflight
 from reflux_runs.translate import to_changes, to_message
 
@@ -23,6 +23,7 @@ def load_run_file(
         config = load_file(path)
         if seed is not None or overrides:
             config = _override(path, seed, overrides or {})
+        config = _with_whole_path(config)
         preflight(config)
     except ConfigError as error:
         raise ClientError(f"{path}: {error}") from None
@@ -38,6 +39,13 @@ def load_changes(path: Path | None, settings: Sequence[str]) -> RunConfigMessage
         return to_changes(document)
     except ConfigError as error:
         raise ClientError(f"{path or '--set'}: {error}") from None
+
+
+def _with_whole_path(config: RunConfig) -> RunConfig:
+    """The run's processes work in folders of their own, where a path relative to this one means something else."""
+    if not config.model.path:
+        return config
+    return changed(config, {"model": {"path": str(Path(config.model.path).absolute())}})
 
 
 def _setting(text: str) -> dict[str, Any]:

@@ -17,12 +17,10 @@ from reflux_model.config import ModelConfig
 from reflux_model.errors import UnsupportedModelError
 from reflux_model.parameters import Parameters
 from reflux_model.projections import Projections, head_weight
-from reflux_model.shapes import parameter_shapes
+from reflux_model.shapes import LORA_ALPHA, parameter_shapes
 
 TargetGroup = Literal["attention", "mlp", "unembed"]
 TARGET_GROUPS: tuple[TargetGroup, ...] = get_args(TargetGroup)
-ALPHA = 32.0
-"""The scale is this by the rank, for every adapter."""
 _HEAD = "lm_head"
 
 
@@ -42,7 +40,7 @@ class LoraSpec:
     @property
     def scale(self) -> float:
         """What the product of the factors is multiplied by."""
-        return ALPHA / self.rank
+        return LORA_ALPHA / self.rank
 
 
 def target_shapes(config: ModelConfig, groups: Sequence[TargetGroup]) -> dict[str, tuple[int, int]]:

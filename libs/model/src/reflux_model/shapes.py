@@ -4,6 +4,9 @@ import math
 
 from reflux_model.config import ModelConfig
 
+LORA_ALPHA = 32.0
+"""The product of an adapter's factors counts this by its rank, for every adapter."""
+
 
 def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Every parameter's shape in the canonical order (embedding, layers, norm, head)."""

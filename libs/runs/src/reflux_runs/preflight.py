@@ -87,6 +87,7 @@ def preflight(config: RunConfig, catalog: Catalog | None = None) -> Counts:
     refusals = [
         *_batch(config),
         *_deterministic(config),
+        *_lora(config),
         *_task(config, catalog),
         *_model(config, catalog),
         *_fleet(config),
@@ -129,6 +130,31 @@ def _deterministic(config: RunConfig) -> list[Refusal]:
     }
     reason = "makes a run depend on timing or rounding, and deterministic = true excludes that"
     return [Refusal(key, value, reason, json.dumps(works)) for key, (value, works) in needed.items() if value != works]
+
+
+def _lora(config: RunConfig) -> list[Refusal]:
+    model = config.model
+    if not model.lora_rank:
+        return []
+    if config.deterministic:
+        reason = (
+            "replicas merge an adapter that the learner adds, which rounds otherwise; deterministic = true excludes it"
+        )
+        return [Refusal("model.lora_rank", model.lora_rank, reason, "0, or deterministic = false")]
+    if "unembed" in model.lora_targets and _ties_embeddings(model.path):
+        reason = "the model ties its output head to the embedding, so that there is no lm_head.weight to adapt"
+        return [Refusal("model.lora_targets", model.lora_targets, reason, '"attention+mlp"')]
+    return []
+
+
+def _ties_embeddings(path: str) -> bool:
+    """Fresh models do; a folder that cannot be read is refused elsewhere."""
+    if not path:
+        return True
+    try:
+        return bool(json.loads((Path(path) / "config.json").read_text()).get("tie_word_embeddings", False))
+    except (OSError, ValueError, AttributeError):
+        return False
 
 
 def _batch(config: RunConfig) -> list[Refusal]:

@@ -94,6 +94,10 @@ class Task(ABC, Generic[P]):
     def prompt_text(self, problem: P) -> str:
         return " ".join(self.prompt_words(problem))
 
+    def prose(self, problem: P) -> str:
+        """The problem in sentences, for a language model; a task without them gives its words."""
+        return self.prompt_text(problem)
+
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of token ids; raises ValueError for an id outside the vocabulary."""
         unknown = [token_id for token_id in token_ids if not 0 <= token_id < len(self.words)]

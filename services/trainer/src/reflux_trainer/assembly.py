@@ -26,7 +26,8 @@ from reflux_trainer.learner_client import LearnerClient, ModelSource
 from reflux_trainer.milestones import Milestones
 from reflux_trainer.parts import Parts
 from reflux_trainer.peers import Peers
-from reflux_trainer.problems import catalog, evaluation_tasks, fingerprint, question, with_prompt
+from reflux_trainer.problems import catalog, evaluation_tasks, fingerprint, question
+from reflux_trainer.prompt_length import with_prompt
 from reflux_trainer.publish import Probe, Publisher
 from reflux_trainer.queue.groups import GroupQueue
 from reflux_trainer.queue.ledger import Cursor, Ledger
@@ -81,7 +82,7 @@ class Assembly:
         config = self._record.config
         self._tasks = evaluation_tasks(config, self._peers.settings.cache_folder)
         task = next(iter(self._tasks.values()))
-        preflight(config, with_prompt(catalog(config, self._peers.settings.cache_folder), task))
+        preflight(config, with_prompt(catalog(config, self._peers.settings.cache_folder), config, task))
         check_rungs(config, task)
         self.model = folder.prepare(config, self._folder, task)
         self._fingerprint = fingerprint(config, task)
@@ -105,7 +106,7 @@ class Assembly:
         """Yields the parts; background work runs in `tasks`, `on_commit` after every checkpoint."""
         record, rl = self._record, self._record.config.rl
         async with AsyncExitStack() as stack:
-            codec, checkpoints = Codec(self.model), self._checkpoints()
+            codec, checkpoints = Codec.of_run(record.config, self.model), self._checkpoints()
             learner = self._learner(checkpoints)
             stack.push_async_callback(learner.close)
             checkpoints.attach(learner, tasks, self.cursor.trimmed_op_id, on_commit)
@@ -153,6 +154,8 @@ class Assembly:
             compute_dtype=config.model.compute_dtype,
             gradient_checkpointing=config.model.gradient_checkpointing,
             deterministic=config.deterministic,
+            lora_rank=config.model.lora_rank,
+            lora_targets=frozenset(config.model.lora_targets.split("+")),
         )
         return LearnerClient(
             source,
@@ -167,7 +170,7 @@ class Assembly:
     def _publisher(self, learner: LearnerClient, codec: Codec, tasks: asyncio.TaskGroup) -> Publisher:
         fleet, probe = self._record.config.fleet, Probe()
         if fleet.probe_every:
-            probe = Probe(fleet.probe_every, tuple(codec.encode(question(self._task, "train", 0).prompt_text)))
+            probe = Probe(fleet.probe_every, tuple(codec.prompt_ids(question(self._task, "train", 0))))
         run, timeout = self._record.run, fleet.sync_timeout_seconds
         return Publisher(learner, self._peers.broker, tasks, self._waits, run, timeout, probe)
 

@@ -168,14 +168,14 @@ class Evaluator:
         try:
             (sample,) = await self._generator.generate(
                 f"{self._run}/{key}",
-                self._codec.encode(asked.prompt_text),
+                self._codec.prompt_ids(asked),
                 1,
                 temperature=0.0,
                 seed=0,
                 min_version=version,
                 seconds=_ANSWER_SECONDS,
             )
-            answer = self._codec.decode(sample.token_ids)
+            answer = self._codec.answer_text(sample.token_ids)
             grade = await self._grade(key, self._config.rl.verifier, asked, answer, version)
             return Answered(asked, answer, grade)
         except (PeerAway, Refused) as error:
@@ -224,7 +224,7 @@ class Evaluator:
                     "stage": "evaluation",
                     "step": step,
                     "sample": f"{self._run}/held/{version}/{each.question.index}",
-                    "prompt": each.question.prompt_text,
+                    "prompt": self._codec.prompt_text(each.question),
                     "answer": each.answer,
                     "truth": each.question.answer_text,
                     "reward": each.grade.reward,

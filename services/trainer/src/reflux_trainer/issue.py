@@ -42,7 +42,7 @@ class Questions:
 
     def _one(self, index: int) -> tuple[Question, list[int]]:
         built = question(self._task, "train", index)
-        return built, self._codec.encode(built.prompt_text)
+        return built, self._codec.prompt_ids(built)
 
 
 class Issuer:

@@ -27,6 +27,8 @@ log = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
 
 _LOST = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+ADAPTER = "run"
+"""Name of a run's LoRA adapter."""
 _STATUS_SECONDS = 5.0
 _LOAD_SECONDS = 300.0
 _PUBLISH_SLACK_SECONDS = 10.0
@@ -60,6 +62,14 @@ class ModelSource:
     compute_dtype: str = "float32"
     gradient_checkpointing: bool = False
     deterministic: bool = False
+    lora_rank: int = 0
+    """Above 0: the run trains an adapter of this rank, and the model stays as it is."""
+    lora_targets: frozenset[str] = frozenset()
+
+    @property
+    def adapter(self) -> str:
+        """Name of what is trained beside the model; empty when it is the model."""
+        return ADAPTER if self.lora_rank else ""
 
 
 class LearnerClient:
@@ -106,6 +116,7 @@ class LearnerClient:
 
     async def forward_backward(self, request: pb.ForwardBackwardRequest) -> pb.ForwardBackwardResponse:
         """Adds gradients of a logged batch."""
+        request.adapter = self._source.adapter
         with self._waits.on("train", "the learner's ForwardBackward"):
             answer = await self._call(lambda stub: stub.ForwardBackward(request, timeout=oplog.COMPUTE_SECONDS))
         self._acknowledged(request.op_id)
@@ -113,6 +124,7 @@ class LearnerClient:
 
     async def optim_step(self, request: pb.OptimStepRequest) -> pb.OptimStepResponse:
         """Applies the gradients of a logged step."""
+        request.adapter = self._source.adapter
         with self._waits.on("train", "the learner's OptimStep"):
             answer = await self._call(lambda stub: stub.OptimStep(request, timeout=oplog.COMPUTE_SECONDS))
         self._acknowledged(request.op_id)
@@ -137,13 +149,17 @@ class LearnerClient:
             sync_timeout_seconds=sync_timeout_seconds,
             min_replicas=1,
             probe_token_ids=probe_token_ids,
+            merged_adapter=self._source.adapter,
         )
         seconds = 2 * sync_timeout_seconds + _PUBLISH_SLACK_SECONDS
         return await self._call(lambda stub: stub.PublishWeights(request, timeout=seconds))
 
     async def save_state(self, store_url: str, prefix: str) -> pb.SaveStateResponse:
         """Streams the state to the object store; the caller sends no operation meanwhile."""
-        request = pb.SaveStateRequest(model_id=self._source.model_id, store_url=store_url, prefix=prefix)
+        source = self._source
+        request = pb.SaveStateRequest(
+            model_id=source.model_id, store_url=store_url, prefix=prefix, adapter=source.adapter
+        )
         return await self._call(lambda stub: stub.SaveState(request, timeout=_LOAD_SECONDS))
 
     async def _call(self, send: Callable[["LearnerServiceAsyncStub"], Awaitable[Answer]]) -> Answer:
@@ -168,17 +184,30 @@ class LearnerClient:
         try:
             await self._connect(entry)
             assert self._stub is not None
-            status = await self._stub.GetLearner(pb.GetLearnerRequest(), timeout=_STATUS_SECONDS)
-            at = status.op_id if status.model_id == self._source.model_id else await self._load(self._stub)
+            present = await self._present(self._stub)
+            at = await self._load(self._stub) if present is None else present[0]
             if at < op_id:
                 log.info("replaying operations %d to %d of %s", at + 1, op_id, self._source.model_id)
-                await oplog.replay(self._stub, await self._ledger.operations(at, op_id), self._waits.progress)
-            self.version = (await self._stub.GetLearner(pb.GetLearnerRequest(), timeout=_STATUS_SECONDS)).version
+                logged = await self._ledger.operations(at, op_id)
+                await oplog.replay(self._stub, logged, self._waits.progress, self._source.adapter)
+            present = await self._present(self._stub)
+            if present is None:
+                return False
+            self.version = present[1]
         except grpc.aio.AioRpcError as error:
             if error.code() in (*_LOST, grpc.StatusCode.DEADLINE_EXCEEDED):
                 return False
             raise LearnerFailed(error) from None
         return True
+
+    async def _present(self, stub: "LearnerServiceAsyncStub") -> tuple[int, int] | None:
+        """Operation and version of what the run trains, None when the learner does not have it."""
+        status = await stub.GetLearner(pb.GetLearnerRequest(), timeout=_STATUS_SECONDS)
+        if status.model_id != self._source.model_id:
+            return None
+        if not self._source.adapter:
+            return status.op_id, status.version
+        return next(((each.op_id, each.version) for each in status.adapters if each.name == self._source.adapter), None)
 
     async def _load(self, stub: "LearnerServiceAsyncStub") -> int:
         """Makes the model from the newest checkpoint that can be read, or from nothing; returns its operation."""
@@ -195,6 +224,22 @@ class LearnerClient:
                 if found is not None and found.name == checkpoint.name:
                     raise  # its objects are as they were written: the cause is another one
                 checkpoint = found
+        await self._create_model(stub)
+        if source.adapter:
+            adapter = pb.CreateAdapterRequest(
+                model_id=source.model_id,
+                adapter=source.adapter,
+                rank=source.lora_rank,
+                train_attention="attention" in source.lora_targets,
+                train_mlp="mlp" in source.lora_targets,
+                train_unembed="unembed" in source.lora_targets,
+                seed=source.seed,
+            )
+            await stub.CreateAdapter(adapter, timeout=_LOAD_SECONDS)
+        return 0
+
+    async def _create_model(self, stub: "LearnerServiceAsyncStub") -> None:
+        source = self._source
         request = pb.CreateModelRequest(
             model_id=source.model_id,
             path=source.folder,
@@ -207,10 +252,11 @@ class LearnerClient:
             deterministic=source.deterministic,
         )
         await stub.CreateModel(request, timeout=_LOAD_SECONDS)
-        return 0
 
     async def _load_checkpoint(self, stub: "LearnerServiceAsyncStub", checkpoint: checkpoint_pb2.Checkpoint) -> int:
         log.info("loading %s", checkpoint.name)
+        if self._source.adapter:
+            return await self._load_adapter(stub, checkpoint)
         loading = pb.LoadStateRequest(
             model_id=self._source.model_id,
             path=self._source.folder,
@@ -223,6 +269,17 @@ class LearnerClient:
             compute_dtype=self._source.compute_dtype,
             gradient_checkpointing=self._source.gradient_checkpointing,
             deterministic=self._source.deterministic,
+        )
+        return (await stub.LoadState(loading, timeout=_LOAD_SECONDS)).op_id
+
+    async def _load_adapter(self, stub: "LearnerServiceAsyncStub", checkpoint: checkpoint_pb2.Checkpoint) -> int:
+        await self._create_model(stub)
+        loading = pb.LoadStateRequest(
+            model_id=self._source.model_id,
+            store_url=checkpoint.store_url,
+            objects=checkpoint.objects,
+            adapter=self._source.adapter,
+            epoch=checkpoint.cursor.epoch,
         )
         return (await stub.LoadState(loading, timeout=_LOAD_SECONDS)).op_id
 

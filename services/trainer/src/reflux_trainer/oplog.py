@@ -38,9 +38,17 @@ async def send(
 
 
 async def replay(
-    stub: "LearnerServiceAsyncStub", logged: Sequence[tuple[int, bytes]], progress: Callable[[], None]
+    stub: "LearnerServiceAsyncStub",
+    logged: Sequence[tuple[int, bytes]],
+    progress: Callable[[], None],
+    adapter: str = "",
 ) -> None:
-    """Runs logged operations in order; calls `progress` after each, because all together may take long."""
+    """Runs logged operations in order, on the adapter if there is one.
+
+    Calls `progress` after each, because all together may take long.
+    """
     for _op_id, raw in logged:
-        await send(stub, decode(raw))
+        operation = decode(raw)
+        operation.adapter = adapter
+        await send(stub, operation)
         progress()

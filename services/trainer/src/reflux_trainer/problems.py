@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,9 @@ class Question:
 
     index: int
     prompt_text: str
+    """In the task's words."""
+    prose: str
+    """In sentences, for a language model."""
     answer_text: str
     """The right answer with its end word."""
     truth: dict[str, Any]
@@ -85,7 +88,13 @@ def evaluation_tasks(config: RunConfig, cache_dir: Path) -> dict[str, Task[Any]]
 def question(task: Task[Any], split: Split, index: int) -> Question:
     """Problem `index` of a split."""
     problem = task.problem(split, index)
-    return Question(index, task.prompt_text(problem), " ".join(task.answer_words(problem)), task.truth(problem))
+    return Question(
+        index=index,
+        prompt_text=task.prompt_text(problem),
+        prose=task.prose(problem),
+        answer_text=" ".join(task.answer_words(problem)),
+        truth=task.truth(problem),
+    )
 
 
 def fingerprint(config: RunConfig, task: Task[Any]) -> str:
@@ -106,9 +115,3 @@ def catalog(config: RunConfig, cache_dir: Path) -> Catalog:
     if config.task.name not in names:
         return Catalog(tasks=names)
     return Catalog(tasks=names, verifiers={config.task.name: sorted(open_task(config, cache_dir).verifiers)})
-
-
-def with_prompt(known: Catalog, task: Task[Any]) -> Catalog:
-    """The catalog with the length of a prompt, which may cost seconds the first time a task is used on a machine."""
-    prompt = task.prompt_words(task.problem("train", 0))
-    return replace(known, prompt_tokens={task.name: len(prompt)})

@@ -54,8 +54,8 @@ def _examples(parts: Parts, step: int) -> list[pb.PromptGroup]:
     questions = [question(parts.task, "warmup", step * size + each) for each in range(size)]
     return [
         pb.PromptGroup(
-            prompt_token_ids=codec.encode(asked.prompt_text),
-            completions=[pb.Completion(token_ids=codec.encode(asked.answer_text), advantage=1.0)],
+            prompt_token_ids=codec.prompt_ids(asked),
+            completions=[pb.Completion(token_ids=codec.answer_ids(asked), advantage=1.0)],
         )
         for asked in questions
     ]

@@ -24,6 +24,8 @@ from reflux_tasks.xrd.vocabulary import ELEMENT_SLOTS, Vocabulary
 
 HELDOUT_PAIR_SHARE = 4
 """One pair of phases in four is held out."""
+PROSE_PEAKS = 6
+MAX_LISTED_PHASES = 12
 _STREAMS: dict[Split, int] = {"warmup": 1, "train": 2, "heldout": 3}
 """First word of every generator seed: no two splits share a stream."""
 
@@ -153,6 +155,18 @@ class XrdTask(Task[XrdProblem]):
         elements = () if self.options.elements_hidden else problem.elements
         two_theta = problem.pattern.two_theta[:0] if self.options.peaks_hidden else problem.pattern.two_theta
         return self.vocabulary.prompt(elements, two_theta)
+
+    def prose(self, problem: XrdProblem) -> str:
+        """Names the phases where they are few; the six strongest peaks in degrees."""
+        shown = problem.pattern.two_theta[:PROSE_PEAKS]
+        lines = ["Which crystal phase fits this X-ray pattern?"]
+        if not self.options.elements_hidden:
+            lines.append(f"Elements: {' '.join(problem.elements)}")
+        if not self.options.peaks_hidden:
+            lines.append(f"Peaks: {' '.join(f'{angle:.1f}' for angle in shown)}")
+        if len(self.phases) <= MAX_LISTED_PHASES:
+            lines += ["Answer with one of:", *(" ".join(phase.label) for phase in self.phases)]
+        return "\n".join(lines)
 
     def answer_words(self, problem: XrdProblem) -> list[str]:
         return format_answer([self.phases[i].label for i in problem.phase_ids])

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
+
+from reflux_model.chat import ChatTemplate, special_token, special_tokens, template_source
 
 
 class TextTokenizer:
@@ -23,7 +23,8 @@ class TextTokenizer:
         except Exception as error:  # the Rust library raises bare Exception
             raise ValueError(f"{path} is no tokenizer: {error}") from error
         self._config = _read_json(folder / "tokenizer_config.json")
-        self._template = self._compile_template()
+        source = template_source(folder, self._config)
+        self._template = None if source is None else ChatTemplate(source, special_tokens(self._config))
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text, with what the tokenizer adds by itself (for example a beginning-of-text token).
@@ -50,7 +51,7 @@ class TextTokenizer:
 
     def eos_ids(self) -> set[int]:
         """End-of-sequence ids that tokenizer_config.json names."""
-        found = self.token_id(self._special("eos_token"))
+        found = self.token_id(special_token(self._config, "eos_token"))
         return set() if found is None else {found}
 
     def chat_prompt(self, messages: list[dict[str, Any]]) -> list[int]:
@@ -58,35 +59,7 @@ class TextTokenizer:
         if self._template is None:
             lines = [f"{message['role']}: {message['content']}" for message in messages]
             return self.encode("\n".join([*lines, "assistant:"]))
-        try:
-            text = self._template.render(
-                messages=messages,
-                add_generation_prompt=True,
-                bos_token=self._special("bos_token"),
-                eos_token=self._special("eos_token"),
-            )
-        except TemplateError as error:
-            raise ValueError(f"the chat template refuses these messages: {error}") from error
-        return self.encode(text, add_special_tokens=False)
-
-    def _compile_template(self) -> Any | None:
-        source = self._config.get("chat_template")
-        if not isinstance(source, str):
-            return None
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-        environment.globals["raise_exception"] = _raise_template_error
-        try:
-            return environment.from_string(source)
-        except TemplateError as error:
-            raise ValueError(f"chat_template in tokenizer_config.json does not parse: {error}") from error
-
-    def _special(self, key: str) -> str:
-        value = self._config.get(key)
-        return str(value.get("content", "")) if isinstance(value, dict) else str(value or "")
-
-
-def _raise_template_error(message: str) -> None:
-    raise TemplateError(message)
+        return self.encode(self._template.render(messages), add_special_tokens=False)
 
 
 def _read_json(path: Path) -> dict[str, Any]:

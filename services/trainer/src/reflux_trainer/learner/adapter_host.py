@@ -85,12 +85,24 @@ class AdapterHost:
         return Saved((receipt,), op_id, version, pause, time.monotonic() - started)
 
     async def load(
-        self, model_id: str, name: str, stored: tuple[ObjectStore, str], op_id: int, *, weights_only: bool
+        self,
+        model_id: str,
+        name: str,
+        stored: tuple[ObjectStore, str],
+        op_id: int,
+        *,
+        weights_only: bool,
+        epoch: int = 0,
     ) -> LoraAdapter:
-        """Puts a stored state in the adapter's place, as its operation `op_id` (0: as the one that was saved)."""
+        """Puts a stored state in the adapter's place, as its operation `op_id` (0: as the one that was saved).
+
+        Above 0, `epoch` is one that the model's publishes have passed: they go on behind it.
+        """
         session = self._host.require(model_id)
         config = session.whole.config
         loaded = await asyncio.to_thread(restore_adapter, *stored, config, weights_only=weights_only)
+        if epoch:
+            session.publisher.restored(epoch)
         return await self._host.finish(self._load(session, name, loaded, op_id))
 
     async def _create(self, session: Session, name: str, spec: LoraSpec, seed: int) -> LoraAdapter:

@@ -203,10 +203,13 @@ class LearnerHost:
                     await until_finished.enter_async_context(session.beside.turn(name))
                     params = chosen(session.whole.params, order.adapter_tensors)
                     publisher = await session.beside.of(name, params)
-                publishing = await publisher.begin(session.learner.version, order, session.publisher.epoch)
+                merged = session.adapter(order.merged_adapter) if order.merged_adapter else None
+                version = merged.version if merged else session.learner.version
+                params = await self.in_torch(merged_weights, params, merged)
+                publishing = await publisher.begin(version, order, session.publisher.epoch)
                 await until_finished.enter_async_context(publishing)
                 await self.in_torch(publisher.write, publishing, params)
-                scores = await self.in_torch(_probe_scores, session.learner, order.probe_token_ids)
+                scores = await self.in_torch(_probe_scores, session.learner, order.probe_token_ids, merged)
             if scores:
                 await publisher.report_probe(publishing, scores)
             return await publisher.finish(publishing)
@@ -284,10 +287,12 @@ class LearnerHost:
         return asyncio.get_running_loop().run_in_executor(self._torch, functools.partial(function, *arguments))
 
 
-def _probe_scores(learner: AnyLearner, token_ids: tuple[int, ...]) -> list[float]:
+def _probe_scores(learner: AnyLearner, token_ids: tuple[int, ...], adapter: LoraAdapter | None) -> list[float]:
     """Log-prob of every token of the probe prompt after the first; none without a prompt."""
     if not token_ids:
         return []
     prompt = GroupData(list(token_ids[:1]), [CompletionData(list(token_ids[1:]))])
+    if adapter is not None:
+        return list(learner.rescored([prompt], adapter, None).logprobs[0])
     ((logprobs,),) = learner.score([prompt])
     return logprobs

@@ -100,8 +100,10 @@ def parse_publish(request: pb.PublishWeightsRequest, config: ModelConfig) -> Pub
 
 
 def _check_beside(request: pb.PublishWeightsRequest) -> None:
-    if not request.publish_as and (request.merged_adapter or request.merged_objects or request.version):
-        raise InvalidRequest("version and what is merged need publish_as: the model that gets the weights")
+    if not request.publish_as and (request.merged_objects or request.version):
+        raise InvalidRequest("version and merged_objects need publish_as: the model that gets the weights")
+    if request.adapter and request.merged_adapter:
+        raise InvalidRequest("adapter and merged_adapter exclude each other")
     if request.publish_as and (request.adapter or request.probe_token_ids or request.publish_as == request.model_id):
         raise InvalidRequest("publish_as names another model than model_id, without adapter and probe_token_ids")
     if request.merged_adapter and request.merged_objects:

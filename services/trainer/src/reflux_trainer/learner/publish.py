@@ -56,7 +56,7 @@ class PublishOrder:
     """Model of broker and gateway that gets full weights as `version`; empty: the model itself."""
     version: int = 0
     merged_adapter: str = ""
-    """With `publish_as`: the LoRA adapter that is added in."""
+    """The LoRA adapter that is added in; without `publish_as` the version is the adapter's."""
     merged_from: tuple[ObjectStore, str] | None = None
     """With `publish_as`: the stored state of the adapter that is added in."""
 

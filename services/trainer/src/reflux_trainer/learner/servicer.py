@@ -172,7 +172,7 @@ class LearnerServicer(LearnerServiceServicer):
         stored = self._store(request.store_url), key
         with as_service_errors(), span("learner.load", key=key):
             loaded = await self._adapters.load(
-                model_id, adapter, stored, request.op_id, weights_only=request.weights_only
+                model_id, adapter, stored, request.op_id, weights_only=request.weights_only, epoch=request.epoch
             )
         return pb.LoadStateResponse(op_id=loaded.journal.last, version=loaded.version)
 

@@ -15,6 +15,7 @@ from reflux_kit.channel import open_channel
 from reflux_kit.errors import NotFound, StartupError
 from reflux_kit.redis import open_redis
 from reflux_kit.server import Service, serve
+from reflux_tasks.registry import UnknownTask
 from reflux_trainer.clients.generation import Generator
 from reflux_trainer.clients.ladders import open_ladders
 from reflux_trainer.clients.verification import open_verifications
@@ -38,8 +39,8 @@ async def build(settings: RolloutSettings) -> AsyncIterator[Service]:
         redis = await stack.enter_async_context(open_redis(settings.redis_url))
         try:
             record = await RunStore(redis).get(settings.run)
-            codec = Codec(model_folder(record.config, Path(record.folder)))
-        except (NotFound, FileNotFoundError) as error:
+            codec = Codec.of_run(record.config, model_folder(record.config, Path(record.folder)))
+        except (NotFound, FileNotFoundError, ValueError, UnknownTask) as error:
             raise StartupError(str(error)) from None
         gateway = await stack.enter_async_context(open_channel(settings.gateway_address, settings, subject="rollout"))
         sandbox = await stack.enter_async_context(open_channel(settings.sandbox_address, settings, subject="rollout"))

@@ -174,7 +174,7 @@ class Worker:
 
     async def _graded(self, claim: Claim, generation: Generation) -> Release:
         prompt, rl, run = claim.prompt, self._config.rl, self._settings.run
-        group, answers = f"prompt/{prompt.index}", [self._codec.decode(it.token_ids) for it in generation.samples]
+        group, answers = f"prompt/{prompt.index}", [self._codec.answer_text(it.token_ids) for it in generation.samples]
         version = max(0, min(sample.oldest_version for sample in generation.samples))
         sample_ids = [f"{run}/{prompt.index}/{number}" for number in range(len(answers))]
         seconds = rl.verify_deadline_seconds
