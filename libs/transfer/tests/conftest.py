@@ -24,7 +24,7 @@ def case(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     """Backend name; "ucx-segments" maps its owner's memory, "ucx-tcp" is in error mode PEER, as elsewhere."""
     name = request.param
     if name == "ucx-segments":
-        monkeypatch.setenv("REFLUX_TRANSFER_UCX_SEGMENTS", "1")
+        monkeypatch.setenv("REFLUX_TRANSFER_UCX_SEGMENTS", "on")
     if name == "ucx-tcp":
         monkeypatch.setenv("REFLUX_TRANSFER_UCX_TRANSPORTS", "tcp,self")
     return name.partition("-")[0]

@@ -1,5 +1,6 @@
 import ctypes
 import gc
+import mmap
 import os
 import subprocess
 import sys
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from reflux_transfer import memory
 from reflux_transfer.backends import ucp
 from reflux_transfer.backends.ucx import UcxBackend, options_of
 from reflux_transfer.backends.ucx_lanes import Connection
@@ -15,7 +17,7 @@ from reflux_transfer.errors import BackendUnavailable
 from reflux_transfer.settings import TransferSettings
 
 PRINT_CONFIG = 1
-SEGMENTS = TransferSettings(ucx_segments=True)
+SEGMENTS = TransferSettings(ucx_segments="on")
 
 
 def printed_config(library: ucp.Library, options: dict[str, str]) -> str:
@@ -89,18 +91,38 @@ def test_a_system_ucx_passes_the_same_suite(chosen: str) -> None:
     assert "skipped" not in done.stdout
 
 
-@pytest.mark.parametrize("mapped", [True, False])
-def test_memory_for_readers_is_mapped_by_readers_of_this_host(mapped: bool) -> None:
-    settings = TransferSettings(ucx_segments=mapped)
+@pytest.mark.parametrize(
+    ("setting", "huge", "mapped"), [("on", 0.0, True), ("auto", 1.0, True), ("auto", 0.5, False), ("off", 1.0, False)]
+)
+def test_memory_for_readers_is_mapped_by_readers_of_this_host(
+    setting: str, huge: float, mapped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "huge_share", lambda _address: huge)
+    settings = TransferSettings(ucx_segments=setting)  # type: ignore[arg-type]
     backend, owner = UcxBackend(settings), UcxBackend(settings)
-    source, local = owner.allocate(100_000, for_readers=True), backend.allocate(100_000)
+    source, local = owner.allocate(3_000_000, for_readers=True), backend.allocate(3_000_000)
     source.view[7] = 9
     remote = backend.open(owner.describe(source))
     assert remote.resource.attached is mapped
-    backend.read(remote, 0, local, 0, 100_000, 30.0)
+    backend.read(remote, 0, local, 0, 3_000_000, 30.0)
     assert local.view == source.view
     backend.close()
     owner.close()
+
+
+def test_the_share_of_huge_pages_is_that_of_the_mapping_asked_for() -> None:
+    """Whether memfds get them is up to this machine: the kernel's own counter is the reference."""
+    before = Path("/proc/self/smaps_rollup").read_text()
+    with mmap.mmap(-1, 8 << 20) as shared:
+        address = ctypes.addressof(ctypes.c_ubyte.from_buffer(shared))
+        shared[:: mmap.PAGESIZE] = bytes(len(shared) // mmap.PAGESIZE)
+        grown = pmd_kilobytes(Path("/proc/self/smaps_rollup").read_text()) - pmd_kilobytes(before)
+        assert memory.huge_share(address) == pytest.approx(grown / 8192)
+    assert memory.huge_share(address) == 0
+
+
+def pmd_kilobytes(rollup: str) -> int:
+    return int(rollup.split("ShmemPmdMapped:")[1].split()[0])
 
 
 def test_a_segment_that_cannot_be_mapped_is_read_by_cma(monkeypatch: pytest.MonkeyPatch) -> None:

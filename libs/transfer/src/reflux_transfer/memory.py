@@ -5,10 +5,12 @@ import errno
 import mmap
 import os
 import weakref
+from itertools import dropwhile, islice
+from pathlib import Path
 
 import numpy as np
 
-_HUGE_PAGE = 2 << 20
+HUGE_PAGE = 2 << 20
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14; Python 3.11's mmap has no name for it
 _MAP_FIXED, _MAP_NORESERVE, _MAP_FIXED_NOREPLACE = (
     0x10,
@@ -50,7 +52,7 @@ def private(length: int) -> memoryview:
     owner = (ctypes.c_ubyte * length).from_address(address)
     _places[address] = False
     weakref.finalize(owner, _free, address, length).atexit = False  # others may still read while Python ends
-    if length >= _HUGE_PAGE:
+    if length >= HUGE_PAGE:
         _libc.madvise(address, length, mmap.MADV_HUGEPAGE)  # may fail: 4 KiB pages do, too
     data = np.frombuffer(memoryview(owner), np.uint8)
     populate(data)
@@ -90,6 +92,19 @@ def populate(data: np.ndarray) -> None:
     """
     if _libc.madvise(data.ctypes.data, len(data), _POPULATE_WRITE) and ctypes.get_errno() == errno.EINVAL:
         data[:: mmap.PAGESIZE] |= 0  # a kernel before 5.14: touch them
+
+
+def huge_share(address: int) -> float:
+    """Which share of the shared memory that is mapped at `address` lies in huge pages; 0 where none is mapped."""
+    size = ""
+    with Path("/proc/self/smaps").open() as maps:
+        at = dropwhile(lambda line: not line.startswith(f"{address:x}-"), maps)
+        for name, _, value in (line.partition(":") for line in islice(at, 1, None)):
+            if name == "Size":
+                size = value
+            elif name == "ShmemPmdMapped":
+                return int(value.split()[0]) / int(size.split()[0])
+    return 0.0
 
 
 def copy(destination: int, source: int, count: int) -> None:

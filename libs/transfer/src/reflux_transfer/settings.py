@@ -40,11 +40,11 @@ class TransferSettings(BaseModel):
     ucx_error_mode: Literal["auto", "peer"] = "auto"
     """`peer` makes UCX report every peer's death and switches cma off; `auto` reads peers of this host by cma."""
 
-    ucx_segments: bool = False
+    ucx_segments: Literal["auto", "on", "off"] = "auto"
     """Whether memory for readers lies in shared segments (/dev/shm) where all peers are on this host.
 
-    A read is a memcpy of small pages then: as fast as a memmove on a fresh machine, half as fast as cma on one whose
-    memory is scattered (docs/benchmarks.md).
+    A read is a memcpy then. `auto` does so where their pages are huge (`mount -o remount,huge=always /dev/shm`): of
+    small pages, scattered over a machine that has run for a while, it took longer than cma (docs/benchmarks.md).
     """
 
     ucx_connections_per_region: int = Field(default=4, ge=1, le=64)

@@ -25,7 +25,7 @@ from reflux_transfer.backends.base import TransferBackend, check_runs
 from reflux_transfer.backends.board import WORD_BYTES, Board, Word, check_word
 from reflux_transfer.backends.connections import ConnectionPool
 from reflux_transfer.backends.ucx_lanes import Connection, RemoteWord, Target
-from reflux_transfer.backends.ucx_segments import Segments
+from reflux_transfer.backends.ucx_segments import Segments, SmallPages
 from reflux_transfer.errors import BackendUnavailable, PeerGone, ReadDeadlineExceeded
 from reflux_transfer.handles import ANYWHERE, Scope
 from reflux_transfer.peer import PeerWatch, ProcessIdentity
@@ -95,7 +95,9 @@ class UcxBackend(TransferBackend):
         listed = settings.ucx_transports.split(",")
         self._uses_cma = settings.ucx_error_mode == "auto" and bool({"all", "cma", "sm", "shm", ""} & set(listed))
         self._max_connections = settings.ucx_connections_per_region
-        self._one_host = settings.ucx_segments and self._uses_cma and settings.ucx_net_devices == "lo"
+        wanted = settings.ucx_segments != "off" and self._uses_cma and settings.ucx_net_devices == "lo"
+        self._maps_segments = self._makes_segments = wanted
+        self._least_segment = memory.HUGE_PAGE if settings.ucx_segments == "auto" else 1
         self._segments: Segments | None = None
         self._identity = ProcessIdentity.of_this_process()
         self._regions: set[LocalRegion] = set()
@@ -114,11 +116,16 @@ class UcxBackend(TransferBackend):
 
     def allocate(self, length: int, *, for_readers: bool = False) -> LocalRegion:
         """Private memory; for readers on this host a shared segment, where UCX makes one."""
-        segments = self._open_segments() if for_readers and self._one_host else None
+        wanted = for_readers and self._makes_segments and length >= self._least_segment
+        segments = self._open_segments() if wanted else None
         if segments is None:
             return super().allocate(length)
         try:
             view, memh = segments.allocate(length)
+        except SmallPages as reason:
+            log.info("readers on this host read by cma: %s", reason)
+            self._makes_segments = False
+            return super().allocate(length)
         except (MemoryError, ucp.UcpError) as error:
             log.warning("readers on this host will be slower: no shared segment (%s)", error)
             return super().allocate(length)
@@ -129,12 +136,14 @@ class UcxBackend(TransferBackend):
     def _open_segments(self) -> Segments | None:
         with self._lock:
             self._check_open()
-            if self._segments is None and self._one_host:
+            if self._segments is None and self._maps_segments:
                 try:
-                    self._segments = Segments(self._library, self._context, self._target.still)
+                    self._segments = Segments(
+                        self._library, self._context, self._target.still, huge_only=self._least_segment > 1
+                    )
                 except BackendUnavailable as error:
-                    log.warning("readers on this host will be slower: %s", error)
-                    self._one_host = False
+                    log.warning("no shared segments between this process and others of this host: %s", error)
+                    self._maps_segments = self._makes_segments = False
             return self._segments
 
     def describe(self, region: LocalRegion, scope: Scope = ANYWHERE) -> bytes:

@@ -25,14 +25,21 @@ Lock = AbstractContextManager[Any]
 
 OPTIONS = {"TLS": "posix,self", "PROTO_ENABLE": "n"}
 _OLDEST = 1, 19  # before it UCX ends the reader's process when a segment's owner is gone (openucx/ucx#10380)
+_HUGE_SHARE = 0.9
 _SEGMENT_FOLDER = Path("/dev/shm")  # where UCX's posix transport puts them; its setting POSIX_DIR stays as it is
+
+
+class SmallPages(Exception):
+    """A segment would be read more slowly than private memory."""
 
 
 class Segments:
     """The context, and a board of its own in a segment. Freed when closed and the last view of a segment has ended."""
 
-    def __init__(self, library: ucp.Library, main_context: int, still: Lock) -> None:
+    def __init__(self, library: ucp.Library, main_context: int, still: Lock, *, huge_only: bool) -> None:
         """The board is also mapped in the main context, for readers that cannot map segments.
+
+        With `huge_only` memory whose pages are small is not given out.
 
         While `still` is held nothing of this process reads memory for others: it is held when memory goes.
         """
@@ -41,6 +48,7 @@ class Segments:
                 f"UCX {library.version} is too old for shared segments: it takes {_OLDEST[0]}.{_OLDEST[1]}"
             )
         self._library, self._main_context = library, main_context
+        self._huge_only = huge_only
         self._still = still  # the only lock: a finalizer runs in whatever thread drops the last view
         self._held, self._closed = 0, False
         self._offered: set[int] = set()
@@ -51,7 +59,7 @@ class Segments:
                 self._worker = library.open_worker(self.context)
                 undo.callback(library.calls.ucp_worker_destroy, self._worker)
                 self._worker_address = library.worker_address(self._worker)
-                view, self._own_board_memh = self.allocate(WORDS * WORD_BYTES)
+                view, self._own_board_memh = self._allocate(WORDS * WORD_BYTES)
                 self._board = Board(view)
                 self.board_memh = library.map_memory(main_context, self._board.address, len(view))
             except (ucp.UcpError, MemoryError) as error:
@@ -65,7 +73,13 @@ class Segments:
         return self._board
 
     def allocate(self, length: int) -> tuple[memoryview, int]:
-        """Zeroed memory whose pages exist, and UCX's handle of it. Raises `MemoryError`, `UcpError`."""
+        """Zeroed memory whose pages exist, and UCX's handle of it. Raises `MemoryError`, `SmallPages`, `UcpError`."""
+        view, memh = self._allocate(length)
+        if self._huge_only and memory.huge_share(np.frombuffer(view, np.uint8).ctypes.data) < _HUGE_SHARE:
+            raise SmallPages(f"{_SEGMENT_FOLDER} has small pages (mount -o remount,huge=always {_SEGMENT_FOLDER})")
+        return view, memh
+
+    def _allocate(self, length: int) -> tuple[memoryview, int]:
         folder = os.statvfs(_SEGMENT_FOLDER) if _SEGMENT_FOLDER.is_dir() else None
         if folder and folder.f_bavail * folder.f_frsize < length:
             raise MemoryError(f"{_SEGMENT_FOLDER} has no room for {length} bytes")
