@@ -30,11 +30,11 @@ def optim(run, op_id):
 
 
 class Setup:
-    def __init__(self, redis_client, run):
+    def __init__(self, redis_client, run, **source):
         self.run, self.checkpoint = run, None
         self.registry = LearnerRegistry()
         self.ledger = Ledger(redis_client, run, 1)
-        source = ModelSource(run, "/model", 0, "shm")
+        source = ModelSource(run, "/model", 0, "shm", **source)
         self.waits, self.older, self.scrubbed = Waits(), None, []
         self.client = LearnerClient(
             source, ServiceSettings(), self.registry, self.ledger, self.waits, self.latest, self.scrub
@@ -129,6 +129,28 @@ async def test_a_damaged_checkpoint_is_read_back_and_the_one_before_it_is_taken(
     assert setup.scrubbed == ["checkpoints/r/2"]
     assert second.done == ["load 2", 3, 4, 5, 6, 7, 8]
     assert answer.version == 4
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+async def test_a_new_learner_gets_the_adapter_and_its_later_operations(redis_client, run_id, checkpointed):
+    setup = Setup(redis_client, run_id, lora_rank=4, lora_targets=frozenset(("mlp",)))
+    await setup.ledger.begin(Cursor())
+    first, second = Learner("a"), Learner("b")
+    async with serving(first) as address:
+        setup.announce(first, address)
+        await setup.client.restore(0)
+        for _ in range(3):
+            await setup.step()
+        if checkpointed:
+            setup.checkpoint = stored(4, 2)
+    async with serving(second) as address:
+        setup.announce(second, address)
+        answer = await setup.step()
+    assert first.done == ["create", "adapter of rank 4", 1, 2, 3, 4, 5, 6]
+    made = ["create", "load 4"] if checkpointed else ["create", "adapter of rank 4", 1, 2, 3, 4]
+    assert second.done == [*made, 5, 6, 7, 8]
+    assert (answer.version, setup.client.version) == (4, 4)
+    await setup.client.close()
 
 
 async def test_each_replayed_operation_is_progress(setup):

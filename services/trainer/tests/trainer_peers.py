@@ -36,6 +36,7 @@ class Learner(learner_grpc.LearnerServiceServicer):
         self.incarnation = name
         self.fleet = fleet
         self.model_id, self.op_id, self.version = "", 0, 0
+        self.adapter = ""
         self.done, self.batches = [], []
         self.publish_failures = 0
         self.publish_codes, self.publish_ids, self.publish_seconds = [], [], 0.0
@@ -44,19 +45,29 @@ class Learner(learner_grpc.LearnerServiceServicer):
         self.hold = None
 
     async def CreateModel(self, request, context):
-        self.model_id, self.op_id, self.version = request.model_id, 0, 0
+        self.model_id, self.op_id, self.version, self.adapter = request.model_id, 0, 0, ""
         self.done.append("create")
         return learner.CreateModelResponse(num_parameters=1)
+
+    async def CreateAdapter(self, request, context):
+        self.adapter = request.adapter
+        self.done.append(f"adapter of rank {request.rank}")
+        return learner.CreateAdapterResponse(num_parameters=1)
 
     async def LoadState(self, request, context):
         if request.objects[0].checksum in self.damaged:
             raise WrongState("the object is damaged")
-        self.model_id = request.model_id
+        if request.adapter and request.model_id != self.model_id:
+            raise NotFound("no model is loaded")
+        self.model_id, self.adapter = request.model_id, request.adapter
         self.op_id, self.version = json.loads(request.objects[0].checksum)
         self.done.append(f"load {self.op_id}")
         return learner.LoadStateResponse(op_id=self.op_id, version=self.version)
 
     async def GetLearner(self, request, context):
+        if self.adapter:
+            state = learner.AdapterState(name=self.adapter, op_id=self.op_id, version=self.version)
+            return learner.GetLearnerResponse(model_id=self.model_id, incarnation=self.incarnation, adapters=[state])
         return learner.GetLearnerResponse(
             model_id=self.model_id, op_id=self.op_id, version=self.version, incarnation=self.incarnation
         )
@@ -64,6 +75,8 @@ class Learner(learner_grpc.LearnerServiceServicer):
     def _operate(self, request):
         if request.model_id != self.model_id:
             raise NotFound("no model is loaded")
+        if request.adapter != self.adapter:
+            raise NotFound(f"the operation is for {request.adapter!r}, not {self.adapter!r}")
         if request.op_id > self.op_id + 1:
             raise WrongState(f"operation {request.op_id} after {self.op_id}")
         new = request.op_id == self.op_id + 1

@@ -180,6 +180,34 @@ async def test_merged_weights_are_published_as_another_model(tmp_path: Path, sto
         assert all(torch.equal(w.broker.weights[name], tensor) for name, tensor in base.items())
 
 
+async def test_the_models_own_replicas_get_its_weights_with_an_adapter_as_that_ones_version(tmp_path: Path) -> None:
+    async with world(tmp_path) as w:
+        await w.create()
+        await adapter(w)
+        for op_id in (1, 3):
+            await w.stub.ForwardBackward(backward(op_id))
+            await w.stub.OptimStep(optim(op_id + 1))
+        assert w.host.session is not None
+        learned = w.host.session.adapters["a"]
+        expected = merged(w.host.session.learner.params, learned.params, learned.spec)
+        probe = [3, 4, 5]
+        request = pb.PublishWeightsRequest(
+            request_id="x", model_id=MODEL, merged_adapter="a", probe_token_ids=probe, sync_timeout_seconds=30
+        )
+        answer = await w.stub.PublishWeights(request)
+        assert (answer.version, w.broker.begun[-1].model_id) == (2, MODEL)
+        assert all(torch.equal(w.broker.weights[name], tensor) for name, tensor in expected.items())
+        alone = logprobs(expected, CONFIG, [probe[:1]], [[probe[1:]]])[0]
+        assert list(w.broker.probes[-1].logprobs) == pytest.approx(alone.tolist(), abs=1e-5)
+        save = pb.SaveStateRequest(model_id=MODEL, store_url=w.store_url, prefix="s/1", adapter="a")
+        saved = await w.stub.SaveState(save)
+        load = pb.LoadStateRequest(model_id=MODEL, adapter="a", store_url=w.store_url, objects=saved.objects, epoch=1)
+        await w.stub.LoadState(load)
+        request.request_id = "y"
+        await w.stub.PublishWeights(request)
+        assert w.broker.begun[-1].replay, "a loaded adapter may be older than what the replicas have"
+
+
 async def test_a_model_that_is_created_anew_has_no_adapters_and_ends_waiting_publishes(tmp_path: Path) -> None:
     async with world(tmp_path) as w:
         await w.create()
