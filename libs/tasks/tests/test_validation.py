@@ -3,6 +3,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -82,9 +83,10 @@ def test_the_verdict_follows_its_formula() -> None:
     assert (good.gate, good.accepted) == ("", True)
     assert good.score == pytest.approx((0.45 - 0.15 - 0.04) / 0.30)
     assert judge(fit(("A", "B"), 0.21), 0.012).accepted is False
+    assert judge(replace(fit(("A", "B"), 0.21), goodness=1.2), 0.012).accepted, "most of it is counting noise"
     assert judge(fit(("A", "B", "C"), 0.14), 0.012).rank > good.rank, "a surplus phase costs more than it gains"
     for bad in (
-        fit(("A", "B"), 0.1, need=0.34),
+        fit(("A", "B"), 0.1, need=0.11),
         fit(("A", "B"), 0.1, scale=-1e-9),
         fit(("A", "B"), 0.1, scale=float("nan")),
         fit(("A", "B"), 0.1, need=float("nan")),
@@ -105,7 +107,7 @@ def result(*trials: tuple[Kind, tuple[str, ...], Fit | None]) -> ScanResult:
 
 def test_the_report_counts_who_is_first_and_who_is_accepted() -> None:
     true = ("true", ("A", "B"), fit(("A", "B"), 0.15))
-    winning = result(true, ("replacement", ("A", "C"), fit(("A", "C"), 0.3)), ("omission", ("A",), fit(("A",), 0.19)))
+    winning = result(true, ("replacement", ("A", "C"), fit(("A", "C"), 0.3)), ("omission", ("A",), fit(("A",), 0.175)))
     losing = result(true, ("same size", ("C", "D"), fit(("C", "D"), 0.14)), ("addition", ("A", "B", "C"), None))
     figures = report([winning, losing])
     assert figures["same_size_first"] == figures["extra_allowed_first"] == 0.5

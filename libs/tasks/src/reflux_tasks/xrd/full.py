@@ -32,13 +32,13 @@ class FullVerifier(Verifier):
     R_wb = sqrt(sum w (yo - yc)^2 / sum w (yo - b)^2) with w = 1 / max(yo, 1) over all points, b the background
     estimate. The observed profile yo is simulated with counting statistics from the strained true structures
     (measurement.py). The gate is 1 when the answer names 1 to 5 different phases of the database with allowed elements
-    only, and after the refinement every scale is positive, every phase is needed (need >= 0.35: chi2 grows by 35 %
-    without it), no cell length has run into its limit and none is more than 1.6 % off the database's; else 0. An
+    only, and after the refinement every scale is positive, every phase is needed (need >= 0.12, see
+    verdict.py), no cell length has run into its limit and none is more than 1.6 % off the database's; else 0. An
     answer against the grammar is `invalid`.
     """
 
     name: ClassVar[str] = "full"
-    version: ClassVar[str] = "full-2"
+    version: ClassVar[str] = "full-3"
     fidelity: ClassVar[Fidelity] = "full"
     trusted: ClassVar[bool] = False
     cost_seconds: ClassVar[float] = 1.0

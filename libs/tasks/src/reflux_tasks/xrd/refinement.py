@@ -2,6 +2,7 @@
 
 import functools
 import json
+import math
 import os
 import shutil
 import signal
@@ -17,8 +18,8 @@ from reflux_tasks.verify import VerificationError, VerifierUnavailable
 from reflux_tasks.xrd.profile import Profile, snip_background
 
 MAX_CELL_VOLUME = 4000.0
-"""Cubic angstrom; rietveld_refine.py refuses more, and more independent reflections than a real phase of that size."""
-SCRIPT = Path(__file__).with_name("rietveld_refine.py")
+"""Cubic angstrom; rietveld/crystals.py refuses more, and more independent reflections than a real phase has."""
+SCRIPT = Path(__file__).with_name("rietveld")
 MAX_PHASES = 5
 WAY_OUT = "install the Debian package: apt-get install python3-pyobjcryst"
 _PIPES = {
@@ -67,7 +68,7 @@ class RefinementOptions:
 
 @dataclass(frozen=True)
 class PhaseFit:
-    """One phase after the refinement; the definitions are in rietveld_refine.py."""
+    """One phase after the refinement; the definitions are in rietveld/figures.py."""
 
     name: str
     scale: float
@@ -95,6 +96,11 @@ class Fit:
     phases: tuple[PhaseFit, ...]
     notes: tuple[str, ...]
     cpu_seconds: float
+
+    @property
+    def r_model(self) -> float:
+        """R_wb without the part that counting statistics explain: R_wb sqrt(1 - 1 / goodness^2)."""
+        return self.r_wb * math.sqrt(max(1 - 1 / max(self.goodness, 1e-9) ** 2, 0.0))
 
 
 Process = subprocess.Popen[str]

@@ -1,12 +1,13 @@
 """The verdict on a Rietveld refinement: gate, cost, score, acceptance. One recipe for simulated and measured patterns.
 
-    gate     1 to 5 different phases; every scale positive; every need >= 0.35; no cell length at its limit
+    gate     1 to 5 different phases; every scale positive; every need >= 0.12; no cell length at its limit
     cost     R_wb + 0.02 * phases
     score    gate * clip((0.45 - cost) / 0.30, 0, 1)
-    accepted gate, and R_wb <= 0.20: a set that stands by itself, without comparison with others
+    accepted gate, and R_model <= 0.17: a set that stands by itself, without comparison with others
 
-R_wb and need are defined in rietveld_refine.py. R_wp or R_wb alone would reward surplus phases, because each one
-lowers them a little; a phase costs more than the largest such gain on measured mixtures (0.008).
+R_wb and need are defined in rietveld/figures.py; R_model = R_wb sqrt(1 - 1 / goodness^2) is what R_wb is beyond the
+counting statistics, so that a short scan is judged as a long one. R_wp or R_wb alone would reward surplus phases,
+because each one lowers them a little; a phase costs more than the largest such gain on measured mixtures (0.008).
 """
 
 from dataclasses import dataclass
@@ -16,14 +17,14 @@ import numpy as np
 
 from reflux_tasks.xrd.refinement import Fit, PhaseFit
 
-MIN_NEED = 0.35
-"""Between the largest need of a surplus phase (0.20) and the smallest of a true one of 10 % mass and more (0.49)."""
+MIN_NEED = 0.12
+"""Between the largest need of a wrong phase (0.05) and the smallest of a true one of 10 % mass and more (0.30)."""
 CELL_EDGE = 0.95
 """A cell length this close to its limit has run into it."""
 PHASE_PENALTY = 0.02
 WORST_COST = 0.45
 BEST_COST = 0.15
-MAX_ACCEPTED_R_WB = 0.20
+MAX_ACCEPTED_R_MODEL = 0.17
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class Verdict:
     @property
     def accepted(self) -> bool:
         """Whether the set stands by itself."""
-        return not self.gate and self.fit.r_wb <= MAX_ACCEPTED_R_WB
+        return not self.gate and self.fit.r_model <= MAX_ACCEPTED_R_MODEL
 
     @property
     def rank(self) -> tuple[bool, float]:
@@ -82,6 +83,7 @@ def fit_detail(fit: Fit) -> dict[str, Any]:
     return {
         "r_wp": round(fit.r_wp, 5),
         "r_wb": round(fit.r_wb, 5),
+        "r_model": round(fit.r_model, 5),
         "goodness": round(fit.goodness, 3),
         "phases": {
             phase.name: {"mass_fraction": round(phase.mass_fraction, 4), "need": round(phase.need, 4)}
