@@ -79,11 +79,42 @@ def test_a_program_that_fails_is_an_error_and_no_grade(tmp_path: Path, script: s
 
 @pytest.mark.parametrize(
     ("output", "reason"),
-    [("", "did not converge"), ("convergence has been achieved", "cannot be read"), ("NOT achieved", "converge")],
+    [
+        ("", "did not converge"),
+        ("convergence has been achieved", "no energy"),
+        ("convergence has been achieved\n!    total energy = -1.0 Ry\nconvergence NOT achieved", "did not converge"),
+        ("convergence has been achieved\n!    total energy = ******** Ry", "no energy"),
+    ],
 )
-def test_output_without_an_energy_is_an_error(tmp_path: Path, output: str, reason: str) -> None:
+def test_output_without_an_energy_is_an_error(output: str, reason: str) -> None:
     with pytest.raises(VerificationError, match=reason):
-        espresso._energy(output, tmp_path)
+        espresso._energy(output)
+
+
+def test_the_lowest_energy_of_a_relaxation_counts() -> None:
+    line = "!    total energy              =     {} Ry"
+    steps = [line.format(value) for value in ("-15.69", "-15.72", "-15.71")]
+    output = "\n".join(["convergence has been achieved in 7 iterations", *steps])
+    assert espresso._energy(output) == pytest.approx(-15.72 * espresso.RYDBERG_EV)
+
+
+def test_a_relaxation_that_is_not_converged_counts_and_a_crash_does_not(tmp_path: Path) -> None:
+    for status in (3, 255):
+        assert (
+            espresso._run(["/bin/sh", "-c", f"echo reached; exit {status}"], tmp_path, 60, (0, 3, 255)) == "reached\n"
+        )
+    with pytest.raises(VerificationError, match="status 3"):
+        shell("exit 3", tmp_path)
+
+
+@pytest.mark.parametrize(("motion", "calculation"), [("none", "scf"), ("atoms", "relax"), ("cell", "vc-relax")])
+def test_the_input_says_what_moves_and_for_how_long(motion: espresso.Motion, calculation: str) -> None:
+    pytest.importorskip("ase")
+    pseudos = espresso.choose_pseudopotentials(["Si"])
+    assert pseudos is not None
+    text = espresso.pw_input(SILICON, pseudos, motion, 100.0)
+    assert f"'{calculation}'" in text
+    assert "85.0" in text
 
 
 def test_a_missing_program_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,10 +128,10 @@ def test_magnetic_elements_start_with_a_spin() -> None:
     iron = Structure(Lattice.cubic(2.87), ["Fe", "Fe"], [[0, 0, 0], [0.5, 0.5, 0.5]])
     pseudos = espresso.choose_pseudopotentials(["Fe"])
     assert pseudos is not None
-    assert "nspin" in espresso.scf_input(iron, pseudos)
+    assert "nspin" in espresso.pw_input(iron, pseudos, "none", 60.0)
     pseudos = espresso.choose_pseudopotentials(["Si"])
     assert pseudos is not None
-    assert "nspin" not in espresso.scf_input(SILICON, pseudos)
+    assert "nspin" not in espresso.pw_input(SILICON, pseudos, "none", 60.0)
 
 
 @pytest.mark.slow
@@ -111,5 +142,17 @@ def test_real_crystals_are_more_stable_than_stretched_ones(pw: str, structure: A
     assert pseudos is not None
     stretched = structure.copy()
     stretched.apply_strain(0.06)
-    energies = [espresso.scf_energy(each, pseudos) for each in (structure, stretched)]
+    energies = [espresso.total_energy(each, pseudos) for each in (structure, stretched)]
     assert energies[1] - energies[0] > stretched_gain
+
+
+@pytest.mark.slow
+def test_a_real_relaxation_ends_below_where_it_starts(pw: str) -> None:
+    del pw
+    pseudos = espresso.choose_pseudopotentials(["Si"])
+    assert pseudos is not None
+    stretched = SILICON.copy()
+    stretched.apply_strain(0.03)
+    stretched.translate_sites([0], [0.01, 0.02, 0.0])
+    still, atoms, cell = (espresso.total_energy(stretched, pseudos, motion) for motion in ("none", "atoms", "cell"))
+    assert cell < atoms - 0.002 < still - 0.004

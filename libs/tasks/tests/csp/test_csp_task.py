@@ -5,6 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from reflux_tasks.chemistry import espresso
+from reflux_tasks.chemistry.energies import competing_energy
+from reflux_tasks.csp.references import Reference, energies
 from reflux_tasks.csp.task import CspTask, composition_key
 from reflux_tasks.options import InvalidOption
 from reflux_tasks.registry import create_task
@@ -70,3 +73,21 @@ def test_a_trial_uses_a_part_of_the_structures_and_the_words_of_all(cache_dir: P
     assert small.words == csp.words
     with pytest.raises(InvalidOption, match="num_phases"):
         CspTask.create(0, cache_dir, {"num_phases": -1})
+
+
+def test_most_polymorphs_that_pw_can_calculate_are_the_hull_themselves(csp: CspTask) -> None:
+    """What docs/science-csp.md says of them: their energy above a polymorph is that above all competing phases."""
+
+    def covered(each: Reference) -> bool:
+        small = each.primitive_atoms <= espresso.MAX_ATOMS
+        return small and espresso.choose_pseudopotentials(each.amounts) is not None
+
+    falling = sorted(csp.references, key=lambda each: -energies()[each.name].energy)
+    lowest = {composition_key(each.amounts): each for each in falling}  # the last of a composition stays
+    lowest = {key: each for key, each in lowest.items() if covered(each)}
+    above = []
+    for each in lowest.values():
+        hull = competing_energy({name: float(count) for name, count in each.amounts.items()}, list(energies().values()))
+        assert hull is not None
+        above += [each.name] if energies()[each.name].energy - hull > 1e-6 else []
+    assert (sum(map(covered, csp.references)), len(lowest), sorted(above)) == (58, 44, ["Fe2C_58", "Si_96", "TiO2_136"])

@@ -1,11 +1,12 @@
-"""Single-point energies by Quantum ESPRESSO: `pw.x` in a folder and process group of its own, under a time limit.
+"""Energies and short relaxations by Quantum ESPRESSO: `pw.x` in a folder and process group of its own, in limited time.
 
 P. Giannozzi et al., J. Phys.: Condens. Matter 21, 395502 (2009) and 29, 465901 (2017). Program and pseudopotentials are
-Debian's packages quantum-espresso and quantum-espresso-data. Input is written and output read by ASE.
+Debian's packages quantum-espresso and quantum-espresso-data. Input is written by ASE.
 """
 
 import math
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -28,6 +29,16 @@ KPOINT_LENGTH_ANGSTROM = 10.0
 MAGNETIC = frozenset({"Cr", "Co", "Fe", "Ni"})
 """Elements that start with a spin polarisation."""
 
+RELAX_STEPS = 6
+"""Steps of BFGS: a relaxation starts at CHGNet's geometry, a few meV per atom above its end."""
+RYDBERG_EV = 13.605693123
+_TOTAL_ENERGY = re.compile(r"^!\s+total energy\s+=\s+(-?[0-9.]+) Ry", re.MULTILINE)
+_OUT_OF_STEPS, _OUT_OF_TIME = 3, 255
+"""Statuses with which pw.x ends a relaxation that has energies but is not converged."""
+
+Motion = Literal["none", "atoms", "cell"]
+"""What pw.x moves: nothing, the atoms in a fixed cell, or atoms and cell."""
+_CALCULATIONS: Mapping[Motion, str] = {"none": "scf", "atoms": "relax", "cell": "vc-relax"}
 Functional = Literal["pbe", "pbesol", "pz"]
 PSEUDOPOTENTIALS: Mapping[Functional, Mapping[str, str]] = {
     "pbe": {
@@ -118,27 +129,32 @@ def program() -> str:
     if not PSEUDO_FOLDER.is_dir():
         raise VerifierUnavailable(f"no pseudopotentials in {PSEUDO_FOLDER}; {WAY_OUT}")
     try:
-        import ase.io.espresso  # noqa: F401  what reads the output
+        import ase.io.espresso  # noqa: F401  what writes the input
     except ImportError as error:
         raise VerifierUnavailable(f"cannot import {error.name}; pip install 'reflux-tasks[chemistry]'") from error
     return found
 
 
-def scf_energy(structure: Any, pseudos: PseudoSet, time_limit_seconds: float = TIME_LIMIT_SECONDS) -> float:
-    """Total energy of an ordered pymatgen Structure in eV per atom.
+def total_energy(
+    structure: Any, pseudos: PseudoSet, motion: Motion = "none", time_limit_seconds: float = TIME_LIMIT_SECONDS
+) -> float:
+    """Total energy of an ordered pymatgen Structure in eV per atom, the lowest of a relaxation that moves `motion`.
 
-    Raises VerifierUnavailable without the program, VerificationError when it fails, does not converge or takes longer.
+    A relaxation makes at most `RELAX_STEPS` steps, and stops by itself shortly before the time limit; what it reached
+    until then counts. Raises VerifierUnavailable without the program, VerificationError when it fails, a
+    self-consistent field does not converge, or it takes longer.
     """
     command = program()
     with tempfile.TemporaryDirectory(prefix="pw-") as folder:
         where = Path(folder)
-        (where / "scf.in").write_text(scf_input(structure, pseudos), encoding="ascii")
-        output = _run([command, "-in", "scf.in"], where, time_limit_seconds)
-        return _energy(output, where) / len(structure)
+        (where / "pw.in").write_text(pw_input(structure, pseudos, motion, time_limit_seconds), encoding="ascii")
+        accepted = (0,) if motion == "none" else (0, _OUT_OF_STEPS, _OUT_OF_TIME)
+        output = _run([command, "-in", "pw.in"], where, time_limit_seconds, accepted)
+        return _energy(output) / len(structure)
 
 
-def scf_input(structure: Any, pseudos: PseudoSet) -> str:
-    """Input of pw.x for one self-consistent calculation."""
+def pw_input(structure: Any, pseudos: PseudoSet, motion: Motion, time_limit_seconds: float) -> str:
+    """Input of pw.x for one self-consistent calculation, or a relaxation that starts with it."""
     import io
 
     from ase.io.espresso import write_espresso_in
@@ -160,7 +176,14 @@ def scf_input(structure: Any, pseudos: PseudoSet) -> str:
     if MAGNETIC & set(elements):
         atoms.set_initial_magnetic_moments([2.0 if symbol in MAGNETIC else 0.0 for symbol in atoms.symbols])
     data = {
-        "control": {"calculation": "scf", "disk_io": "none", "outdir": ".", "pseudo_dir": str(PSEUDO_FOLDER)},
+        "control": {
+            "calculation": _CALCULATIONS[motion],
+            "disk_io": "none",
+            "outdir": ".",
+            "pseudo_dir": str(PSEUDO_FOLDER),
+            "nstep": RELAX_STEPS,
+            "max_seconds": 0.85 * time_limit_seconds,
+        },
         "system": system,
         "electrons": {"conv_thr": 1e-6 * len(structure), "mixing_beta": 0.4, "electron_maxstep": 80},
     }
@@ -170,7 +193,7 @@ def scf_input(structure: Any, pseudos: PseudoSet) -> str:
     return text.getvalue()
 
 
-def _run(command: list[str], where: Path, seconds: float) -> str:
+def _run(command: list[str], where: Path, seconds: float, accepted: tuple[int, ...] = (0,)) -> str:
     """Output of the program; its whole process group ends with it, whatever happens."""
     environment = {"PATH": os.defpath, "HOME": str(where), "TMPDIR": str(where), **_ENVIRONMENT}
     with subprocess.Popen(
@@ -190,7 +213,7 @@ def _run(command: list[str], where: Path, seconds: float) -> str:
             raise VerificationError(f"pw.x took more than {seconds:.0f} s") from error
         finally:
             _end_group(process.pid)
-    if process.returncode != 0:
+    if process.returncode not in accepted:
         raise VerificationError(f"pw.x ended with status {process.returncode}: {_last_words(output)}")
     return output
 
@@ -207,17 +230,11 @@ def _last_words(output: str) -> str:
     return " / ".join(lines[-3:])[:200] or "no output"
 
 
-def _energy(output: str, where: Path) -> float:
-    import ase.io
-
-    if "convergence has been achieved" not in output:
+def _energy(output: str) -> float:
+    """Lowest total energy in eV of the self-consistent fields that converged."""
+    if "convergence has been achieved" not in output or "convergence NOT achieved" in output:
         raise VerificationError("the self-consistent field of pw.x did not converge")
-    written = where / "scf.out"
-    written.write_text(output, encoding="utf-8")
-    try:
-        energy = float(ase.io.read(written, format="espresso-out").get_potential_energy())  # pyright: ignore
-    except (ValueError, IndexError, AssertionError, KeyError, RuntimeError, StopIteration) as error:
-        raise VerificationError(f"the output of pw.x cannot be read: {error!r}") from error
-    if not math.isfinite(energy):
-        raise VerificationError("the energy of pw.x is not finite")
-    return energy
+    energies = [float(value) * RYDBERG_EV for value in _TOTAL_ENERGY.findall(output)]
+    if not energies or not all(math.isfinite(energy) for energy in energies):
+        raise VerificationError("the output of pw.x holds no energy")
+    return min(energies)

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Self
 import numpy as np
 
 from reflux_tasks.chemistry.subset import small_parts
-from reflux_tasks.csp.full import FullVerifier, RelaxedVerifier
+from reflux_tasks.csp.full import FullRelaxVerifier, FullVerifier, RelaxedVerifier
 from reflux_tasks.csp.references import Reference, energies, load_references
 from reflux_tasks.csp.rule import RuleVerifier
 from reflux_tasks.csp.surrogate import SurrogateVerifier
@@ -81,7 +81,7 @@ class CspTask(Task[CspProblem]):
 
     @cached_property
     def verifiers(self) -> Mapping[str, Verifier]:
-        verifiers = (RuleVerifier(), SurrogateVerifier(), RelaxedVerifier(), FullVerifier())
+        verifiers = (RuleVerifier(), SurrogateVerifier(), RelaxedVerifier(), FullVerifier(), FullRelaxVerifier())
         return {verifier.name: verifier for verifier in verifiers}
 
     @cached_property

@@ -51,7 +51,7 @@ class DftVerifier(FullVerifier):
         for name, structure in structures.items():
             files = {element: pseudos.files[element] for element in atoms_of(name)}
             own = espresso.PseudoSet(pseudos.functional, files, pseudos.mixed)
-            per_atom = espresso.scf_energy(relax(structure, RELAX_STEPS).structure, own)
+            per_atom = espresso.total_energy(relax(structure, RELAX_STEPS).structure, own)
             energies[name] = per_atom * sum(atoms_of(name).values())
         consumed = sum(float(amount) * energies[name] for name, amount in recipe.precursors)
         atoms = sum(float(amount) * sum(atoms_of(name).values()) for name, amount in recipe.precursors)
