@@ -16,12 +16,13 @@ RELAX_STEPS = 60
 
 
 class DftVerifier(FullVerifier):
-    """As `full`, with the reaction energy from pw.x at CHGNet's geometries where all of this holds: no gas leaves, all
-    elements have pseudopotentials, and no primitive cell has more than 12 atoms. Otherwise CHGNet's energy stays.
+    """As `full`, with the reaction energy from pw.x at CHGNet's geometries where all of this holds: the target is one of
+    the task's, no gas leaves, all elements have pseudopotentials, and no primitive cell has more than 12 atoms.
+    Otherwise CHGNet's energy stays.
     """
 
     name: ClassVar[str] = "dft"
-    version: ClassVar[str] = "synthesis-dft-1"
+    version: ClassVar[str] = "synthesis-dft-2"
     trusted: ClassVar[bool] = False
     cost_seconds: ClassVar[float] = 60.0
     weakest_tier: ClassVar[Literal["process", "prefork", "bwrap", "gvisor"]] = "prefork"
@@ -43,6 +44,8 @@ class DftVerifier(FullVerifier):
         espresso.program()
         pseudos = espresso.choose_pseudopotentials(atoms_of(truth.target))
         names = [truth.target, *(name for name, _ in recipe.precursors)]
+        if truth.target not in self._starting:
+            return *super()._energy(truth, recipe)[:1], {"dft": 0}
         structures = {name: self._starting[name]() for name in names}
         too_large = any(len(structure) > espresso.MAX_ATOMS for structure in structures.values())
         if pseudos is None or recipe.gases or too_large:

@@ -19,14 +19,16 @@ class Truth:
 
     target: str
     available: frozenset[str]
+    structure: str = ""
+    """CIF or POSCAR of the target, for one that the table of energies lacks."""
 
 
 def parse_truth(payload: Mapping[str, Any]) -> Truth:
     """Raises ValueError for anything that is not a payload of this task."""
     try:
-        truth = Truth(str(payload["target"]), frozenset(payload["available"]))
+        truth = Truth(str(payload["target"]), frozenset(payload["available"]), str(payload.get("structure", "")))
         reduced_formula(truth.target)
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ValueError(f"not a payload of this task: {error!r}") from error
     if not truth.available <= set(PRECURSORS):
         raise ValueError("not a payload of this task: an available precursor is not on the shelf")

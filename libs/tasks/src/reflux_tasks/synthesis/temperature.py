@@ -1,8 +1,9 @@
 """Whether a temperature is plausible: a rule of thumb from melting points. Standard library only.
 
-G. Tammann's rule: solids react at a useful rate from about half of their melting point in kelvin. H. Huo et al., Chem.
-Mater. 34, 7323 (2022), found in text-mined oxide syntheses that heating temperatures go with the precursors' melting
-points. The window below is ours and was not fitted to measured syntheses.
+Tammann's rule (R. Merkle, J. Maier, On the Tammann-Rule, Z. Anorg. Allg. Chem. 631, 1163 (2005), discuss it): solids
+react at a useful rate from about half to two thirds of a melting point in kelvin. H. Huo et al., Chem. Mater. 34, 7323
+(2022), found in text-mined syntheses that heating temperatures of oxides go with the precursors' melting points, too.
+A heuristic: the edges of the window below are ours, neither fitted to nor checked against measured syntheses.
 """
 
 from collections.abc import Iterable

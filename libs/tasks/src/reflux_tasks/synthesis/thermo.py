@@ -102,11 +102,15 @@ def release_energy(name: str, kelvin: float) -> float:
 
 
 def reaction_energy(
-    reactants: Mapping[str, float], target: str, target_amount: float, gas_amounts: Mapping[str, float], kelvin: float
+    reactants: Mapping[str, float],
+    target: Substance,
+    target_amount: float,
+    gas_amounts: Mapping[str, float],
+    kelvin: float,
 ) -> float:
     """Free energy in eV per atom of reactants; negative when the target is stable against the precursors."""
     known = solids()
-    products = target_amount * known[target].energy
+    products = target_amount * target.energy
     products += sum(amount * release_energy(gas, kelvin) for gas, amount in gas_amounts.items())
     consumed = sum(amount * known[name].energy for name, amount in reactants.items())
     return (products - consumed) / _atoms(reactants)

@@ -7,6 +7,7 @@ from reflux_tasks.canonical import Form
 from reflux_tasks.chemistry import charges
 from reflux_tasks.synthesis import thermo
 from reflux_tasks.synthesis.answers import Recipe
+from reflux_tasks.synthesis.computed import computed_substance
 from reflux_tasks.synthesis.payload import Truth, canonical_text, check_balance, grade_recipes, parse_truth
 from reflux_tasks.synthesis.temperature import plausibility
 from reflux_tasks.verify import Answer, Fidelity, Grade, Verifier
@@ -15,6 +16,8 @@ from reflux_tasks.xrd.answers import InvalidAnswer
 ERROR_EV_PER_ATOM = 0.03
 """What CHGNet's energies are worth: about its mean absolute error on its test set."""
 MARGIN_EV_PER_ATOM = 0.05
+TEMPERATURE_SHARE = 0.2
+"""Of a reward. Small, because the window of temperatures is a rule of thumb (temperature.py)."""
 
 
 class RuleVerifier(Verifier):
@@ -45,14 +48,14 @@ class RuleVerifier(Verifier):
 
 
 class SurrogateVerifier(RuleVerifier):
-    """Reward = gate * (0.6 + 0.4 T), T the plausibility of the temperature (temperature.py).
+    """Reward = gate * (0.8 + 0.2 T), T the plausibility of the temperature (temperature.py).
 
     The gate is the rule's and an exact balance of every element; pymatgen balances the reaction too and its equation is
     reported. SMACT of the target is reported and not rewarded: the target is given. Unbalanced is `invalid`.
     """
 
     name: ClassVar[str] = "surrogate"
-    version: ClassVar[str] = "synthesis-surrogate-1"
+    version: ClassVar[str] = "synthesis-surrogate-2"
     fidelity: ClassVar[Fidelity] = "surrogate"
     cost_seconds: ClassVar[float] = 2e-3
 
@@ -68,19 +71,20 @@ class SurrogateVerifier(RuleVerifier):
             "smact": int(charges.charge_balanced(truth.target)),
             "temperature": round(plausible, 4),
         }
-        return Grade("scored", round(0.6 + 0.4 * plausible, 4), detail)
+        return Grade("scored", round(1 - TEMPERATURE_SHARE + TEMPERATURE_SHARE * plausible, 4), detail)
 
 
 class FullVerifier(SurrogateVerifier):
-    """Reward = gate * D * (0.4 + 0.3 M + 0.3 T); the gate is the surrogate's.
+    """Reward = gate * D * (0.5 + 0.3 M + 0.2 T); the gate is the surrogate's.
 
     D = clip((0.03 - dG) / 0.06, 0, 1): dG is the free energy in eV per atom of reactants at the temperature, from
-    CHGNet-relaxed phases (thermo.py); 0.03 is the error of the potential. M = clip(1 + m / 0.05, 0, 1) with the margin
-    m = (dG of the best other phase that the same precursors can become) - dG.
+    CHGNet-relaxed phases (thermo.py; a target that the table lacks is relaxed now, computed.py); 0.03 is the error of
+    the potential. M = clip(1 + m / 0.05, 0, 1) with the margin m = (dG of the best other phase that the same precursors
+    can become) - dG.
     """
 
     name: ClassVar[str] = "full"
-    version: ClassVar[str] = "synthesis-full-1"
+    version: ClassVar[str] = "synthesis-full-2"
     fidelity: ClassVar[Fidelity] = "full"
     cost_seconds: ClassVar[float] = 0.1
 
@@ -91,15 +95,13 @@ class FullVerifier(SurrogateVerifier):
 
     def _score(self, truth: Truth, recipe: Recipe) -> Grade:
         detail = dict(super()._score(truth, recipe).detail)
-        if truth.target not in thermo.solids():
-            raise ValueError(f"not a payload of this task: no energy of {truth.target}")
         energy, further = self._energy(truth, recipe)
         names = [name for name, _ in recipe.precursors]
         rival = thermo.best_competitor(names, truth.target, recipe.kelvin)
         margin = MARGIN_EV_PER_ATOM if rival is None else rival.energy - energy
         driving = _clip((ERROR_EV_PER_ATOM - energy) / (2 * ERROR_EV_PER_ATOM))
         selective = _clip(1 + margin / MARGIN_EV_PER_ATOM)
-        reward = driving * (0.4 + 0.3 * selective + 0.3 * detail["temperature"])
+        reward = driving * (0.5 + 0.3 * selective + TEMPERATURE_SHARE * detail["temperature"])
         detail |= {
             "exact": int(reward > 0.95),
             "energy_ev_per_atom": round(energy, 4),
@@ -112,8 +114,16 @@ class FullVerifier(SurrogateVerifier):
         """Free energy in eV per atom of reactants, and figures."""
         reactants, gases = _floats(recipe.precursors), _floats(recipe.gases)
         amount = float(recipe.target_amount)
-        energy = thermo.reaction_energy(reactants, truth.target, amount, gases, recipe.kelvin)
+        energy = thermo.reaction_energy(reactants, target_of(truth), amount, gases, recipe.kelvin)
         return energy, {}
+
+
+def target_of(truth: Truth) -> thermo.Substance:
+    """The target from the table, or by CHGNet from the payload's structure; raises ValueError without either."""
+    known = thermo.solids().get(truth.target)
+    if known is None and not truth.structure:
+        raise ValueError(f"not a payload of this task: no energy of {truth.target}; add its `structure` (CIF, POSCAR)")
+    return known or computed_substance(truth.target, truth.structure)
 
 
 def equation(truth: Truth, recipe: Recipe) -> str:
