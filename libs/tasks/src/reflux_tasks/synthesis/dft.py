@@ -16,8 +16,8 @@ RELAX_STEPS = 60
 
 
 class DftVerifier(FullVerifier):
-    """As `full`, with the reaction energy from pw.x at CHGNet's geometries where all of this holds: the target is one of
-    the task's, no gas leaves, all elements have pseudopotentials, and no primitive cell has more than 12 atoms.
+    """As `full`, with the reaction energy from pw.x at CHGNet's geometries where all of this holds: the target is one
+    of the task's, no gas leaves, all elements have pseudopotentials, and no primitive cell has more than 12 atoms.
     Otherwise CHGNet's energy stays.
     """
 
