@@ -1,3 +1,4 @@
+import io
 import os
 import struct
 import zipfile
@@ -86,12 +87,52 @@ def test_a_bruker_file_is_read_by_the_maintained_reader(tmp_path: Path) -> None:
         read_pattern(tmp_path / "a.raw")
 
 
-def test_a_zip_bomb_in_a_bruker_archive_ends_in_bounded_memory(tmp_path: Path) -> None:
-    pytest.importorskip("geddes", reason="the reader of Bruker files is not installed: pip install geddes")
-    with zipfile.ZipFile(tmp_path / "a.brml", "w", zipfile.ZIP_DEFLATED) as archive:
-        archive.writestr("Experiment0/DataContainer.xml", b"<a>" + b" " * 30_000_000)
-    with pytest.raises(UnreadablePattern, match=r"a\.brml"):
-        read_pattern(tmp_path / "a.brml")
+@pytest.mark.parametrize(("suffix", "files", "size"), [(".brml", 1, 300 << 20), (".rasx", 3000, 1)])
+def test_an_archive_that_unpacks_to_far_more_than_a_scan_is_refused_unread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str, files: int, size: int
+) -> None:
+    monkeypatch.setattr(readers, "call_bounded", lambda *_: pytest.fail("unpacked"))
+    with zipfile.ZipFile(tmp_path / f"a{suffix}", "w") as archive:
+        for number in range(files):
+            archive.writestr(f"Experiment{number}/RawData0.xml", b"<a/>")
+        archive.filelist[0].file_size = size  # what a bomb says of itself
+    with pytest.raises(UnreadablePattern, match=rf"a\{suffix}: {files} files of "):
+        read_pattern(tmp_path / f"a{suffix}")
+
+
+VENDOR_FILES = {
+    ".raw": lambda: bruker_raw4(np.arange(200, 400)),
+    ".brml": lambda: zipped("Experiment0/RawData0.xml", "<RawData><Datum>1,1,10,5,3</Datum></RawData>"),
+    ".ras": lambda: "\n".join(["*RAS_INT_START", *(f"{10 + k / 10:.1f} {k} 1" for k in range(200))]).encode(),
+}
+
+
+def zipped(name: str, text: str) -> bytes:
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr(name, text)
+    return file.getvalue()
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    st.sampled_from(sorted(VENDOR_FILES)),
+    st.floats(0, 1),
+    st.one_of(st.none(), st.binary(min_size=1, max_size=8)),
+)
+def test_torn_and_damaged_files_of_instruments_are_refused_or_read(
+    tmp_path_factory: pytest.TempPathFactory, suffix: str, place: float, damage: bytes | None
+) -> None:
+    good = VENDOR_FILES[suffix]()
+    cut = int(place * len(good))
+    path = tmp_path_factory.getbasetemp() / f"damaged{suffix}"
+    path.write_bytes(good[:cut] if damage is None else good[:cut] + damage + good[cut + len(damage) :])
+    try:
+        profile = read_pattern(path)
+    except UnreadablePattern as error:
+        assert str(error).startswith(path.name)  # noqa: PT017 either way is right
+    else:
+        assert len(profile.counts) >= 100
 
 
 @pytest.mark.parametrize(

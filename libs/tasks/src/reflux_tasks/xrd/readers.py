@@ -5,6 +5,7 @@ in a child with limits.
 """
 
 import re
+import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from xml.etree import ElementTree
@@ -18,6 +19,9 @@ MAX_BYTES = 64 * 2**20
 MAX_POINTS = 500_000
 MIN_POINTS = 100
 MAX_COUNTS = 1e12
+MAX_UNPACKED_BYTES = 256 * 2**20
+MAX_MEMBERS = 2000
+"""Of an archive (`.brml`, `.rasx`), as its table of contents says; more are refused unread."""
 TEXT_SUFFIXES = (".xy", ".xye", ".dat", ".txt", ".csv")
 VENDOR_SUFFIXES = (".raw", ".brml", ".uxd", ".ras", ".rasx")
 SUFFIXES = (".xrdml", *TEXT_SUFFIXES, *VENDOR_SUFFIXES)
@@ -137,6 +141,8 @@ def _numbers(path: Path, number: int, text: str) -> list[float]:
 
 def _read_vendor(path: Path) -> Profile:
     """Bruker (`.raw` of versions 3 and 4, `.brml`, `.uxd`) and Rigaku (`.ras`, `.rasx`): the first scan of the file."""
+    if path.suffix.lower() in (".brml", ".rasx"):
+        _check_archive(path)
     try:
         from geddes import read  # pyright: ignore[reportAttributeAccessIssue, reportMissingImports]
     except ImportError as error:
@@ -153,6 +159,21 @@ def _read_vendor(path: Path) -> Profile:
     except ValueError as error:
         raise UnreadablePattern(f"{path.name}: {error}") from error
     return checked(path.name, angles, counts)
+
+
+def _check_archive(path: Path) -> None:
+    """Refuses what is no archive, or one that would unpack to far more than a scan is."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            members = archive.infolist()
+    except (zipfile.BadZipFile, NotImplementedError, ValueError, OSError) as error:
+        raise UnreadablePattern(f"{path.name}: no readable archive: {error}") from error
+    size = sum(member.file_size for member in members)
+    if size > MAX_UNPACKED_BYTES or len(members) > MAX_MEMBERS:
+        what = f"{len(members)} files of {size >> 20} MiB"
+        raise UnreadablePattern(
+            f"{path.name}: {what}, at most {MAX_MEMBERS} of {MAX_UNPACKED_BYTES >> 20} MiB are read"
+        )
 
 
 def mixture_truth(path: Path) -> dict[str, float]:
