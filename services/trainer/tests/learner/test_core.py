@@ -8,6 +8,7 @@ import torch
 from reflux_model.packing import pack_rows
 from reflux_model.training import packed_scores
 from reflux_trainer.algo.aggregation import AGGREGATIONS, Aggregation
+from reflux_trainer.learner import adamw
 from reflux_trainer.learner.core import Learner
 from reflux_trainer.learner.numerics import Numerics
 from reflux_trainer.learner.ops import LOSSES, CompletionData, GroupData, LossName, LossSpec, StepSpec
@@ -90,7 +91,9 @@ def test_gradients_of_several_calls_add_up() -> None:
     torch.testing.assert_close(twice.gradient, once.gradient, atol=1e-5, rtol=1e-4)
 
 
-def test_the_step_is_torch_adamw_with_clipped_gradient() -> None:
+@pytest.mark.parametrize("part", [adamw._PART, 48])
+def test_the_step_is_torch_adamw_with_clipped_gradient(monkeypatch: pytest.MonkeyPatch, part: int) -> None:
+    monkeypatch.setattr(adamw, "_PART", part)
     learner = tiny_learner()
     oracle = {name: tensor.detach().clone().requires_grad_() for name, tensor in learner.params.items()}
     optimizer = torch.optim.AdamW(oracle.values(), lr=1e-2, betas=(0.9, 0.98), weight_decay=0.1)

@@ -10,6 +10,9 @@ from torch import Tensor
 
 from reflux_trainer.learner.ops import StepSpec
 
+_PART = 1 << 18
+"""Elements that are stepped together: what six passes go over stays in the cache, and the denominator is small."""
+
 
 class FlatAdamW:
     """Moments of one flat parameter; they appear with the first step and go with `reset`."""
@@ -33,8 +36,13 @@ class FlatAdamW:
     @torch.no_grad()
     def apply(self, flat: Tensor, gradient: Tensor, spec: StepSpec) -> None:
         """One step, in place: p -= lr * (wd * p + (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps))."""
-        mean, square = self.begin(flat)
+        moments = self.begin(flat)
         self.steps += 1
+        whole = (each.view(-1).split(_PART) for each in (flat, gradient, *moments))
+        for weights, slopes, mean, square in zip(*whole, strict=True):
+            self._apply(weights, slopes, mean, square, spec)
+
+    def _apply(self, flat: Tensor, gradient: Tensor, mean: Tensor, square: Tensor, spec: StepSpec) -> None:
         mean.lerp_(gradient, 1 - spec.beta1)
         square.mul_(spec.beta2).addcmul_(gradient, gradient, value=1 - spec.beta2)
         scale = math.sqrt(1 - spec.beta2**self.steps)

@@ -71,7 +71,7 @@ class Learner(Trainable):
         started = time.perf_counter()
         sums = BatchSums(_count(groups))
         poisoned, self.poisoned = self.poisoned, True  # what an exception leaves behind is half a gradient
-        self.accumulated = True
+        self.expect_gradient()
         for part in micro_batches(groups, loss, micro_batch):
             total = total_loss(part, self._scores(part.placed, part.packed, None), loss, sums)
             total.backward()
@@ -89,7 +89,8 @@ class Learner(Trainable):
         sums = [BatchSums(_count(job.groups)) for job in jobs]
         poisoned = [job.adapter.poisoned for job in jobs]
         for job in jobs:
-            job.adapter.poisoned = job.adapter.accumulated = True
+            job.adapter.poisoned = True
+            job.adapter.expect_gradient()
         for parts in _together([micro_batches(job.groups, job.loss) for job in jobs]):
             members = [(jobs[index].adapter, part.packed) for index, part in parts]
             total = torch.zeros(())

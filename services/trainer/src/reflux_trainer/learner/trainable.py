@@ -30,12 +30,11 @@ class Trainable:
         self.offsets = _offsets(params)
         size = sum(-(-tensor.numel() // _ALIGNMENT) * _ALIGNMENT for tensor in params.values())
         self.flat = _in_huge_pages(size)
-        self.gradient = torch.zeros(size)
         self._shapes = {name: tensor.shape for name, tensor in params.items()}
         self._leaves = {name: view.requires_grad_() for name, view in self.views(self.flat).items()}
-        for name, gradient in self.views(self.gradient).items():
-            self._leaves[name].grad = gradient
-            self._leaves[name].data.copy_(params[name])
+        for name, leaf in self._leaves.items():
+            leaf.data.copy_(params[name])
+        self._gradient: Tensor | None = None
         self.optimizer = FlatAdamW()
         self.accumulated = False
         self.poisoned = False
@@ -44,6 +43,20 @@ class Trainable:
     def params(self) -> Parameters:
         """The weights by name; views that every step changes."""
         return self._leaves
+
+    @property
+    def gradient(self) -> Tensor:
+        """Of all parameters, flat. It takes memory from its first use on: the base of adapters has none."""
+        if self._gradient is None:
+            self._gradient = torch.zeros(self.flat.numel())
+            for name, view in self.views(self._gradient).items():
+                self._leaves[name].grad = view
+        return self._gradient
+
+    def expect_gradient(self) -> None:
+        """To be called before a pass adds to it: a leaf without one would get one of its own."""
+        self.accumulated = True
+        _ = self.gradient
 
     def views(self, flat: Tensor) -> dict[str, Tensor]:
         """Named views into a flat buffer that is laid out as the parameters."""
@@ -67,7 +80,8 @@ class Trainable:
 
     def forget_gradient(self) -> None:
         """Drops what has accumulated."""
-        self.gradient.zero_()
+        if self._gradient is not None:
+            self._gradient.zero_()
         self.accumulated, self.poisoned = False, False
 
     def _apply(self, step: StepSpec, norm: float) -> None:
