@@ -1,5 +1,8 @@
 """How does a whole run compare with TRL's GRPOTrainer? SmolLM2-135M, the same prompts, groups, tokens and rewards.
 
+The prompts are those of examples/xrd-phase-id/smollm2.toml: chats of 160 tokens, answers of 16 at most, 4 x 4 a
+step; both sides train all weights.
+
 Ours end to end: trainer, learner, weight sync, gateway, torch engine, rollout worker, sandbox and an outside caller
 that grades; `max_lag` 1. TRL: one process, its own generation (deploy/bench/trl.sh makes its environment). Float32 on
 both sides, no checkpointing of gradients, constant learning rate. Both have the machine's two cores: TRL by two
@@ -25,12 +28,13 @@ from stack import Finished, document, finish, local_stack
 
 from reflux_client import connection
 from reflux_runs.load import load_document
+from reflux_trainer.codec import Codec
 from reflux_trainer.problems import open_task, question
 
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".venv-trl" / "bin" / "python"
 MODEL = ROOT / ".reflux" / "engines" / "smollm2-135m"
-GROUPS, SAMPLES, MAX_TOKENS = 2, 4, 16
+GROUPS, SAMPLES, MAX_TOKENS = 4, 4, 16
 _LIMIT_SECONDS = 1200.0
 _SAMPLE_SECONDS = 1.0
 
@@ -39,7 +43,7 @@ def run_file(model: Path, steps: int) -> dict[str, object]:
     """Our side."""
     return document(
         "trl",
-        task={"mixture_fraction": 0.0},
+        task={"mixture_fraction": 0.0, "num_phases": 8, "prompt": "chat"},
         model={"path": str(model)},
         warmup={"steps": 0},
         rl={
@@ -53,6 +57,7 @@ def run_file(model: Path, steps: int) -> dict[str, object]:
             "verifier": VERIFIER,
             "no_progress_seconds": 600.0,
         },
+        fleet={"weight_mode": "in_place", "sync_timeout_seconds": 120.0},
     )
 
 
@@ -105,13 +110,14 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=5)
     options = parser.parse_args()
     if not (PYTHON.exists() and MODEL.exists()):
-        print(f"left out: {PYTHON} (deploy/bench/trl.sh) or {MODEL} (make test-engines) does not exist")
+        print(f"left out: {PYTHON} (deploy/bench/trl.sh) or {MODEL} (deploy/engines/model.sh) does not exist")
         print(json.dumps({}))
         return 0
     run = run_file(MODEL, options.steps)
     with tempfile.TemporaryDirectory() as cache:
-        task = open_task(load_document(dict(run)), Path(cache))
-        prompts = [question(task, "train", index).prompt_text for index in range(options.steps * GROUPS)]
+        config = load_document(dict(run))
+        task, codec = open_task(config, Path(cache)), Codec.of_run(config, MODEL)
+        prompts = [codec.prompt_text(question(task, "train", index)) for index in range(options.steps * GROUPS)]
     peer_seconds, peer_bytes = theirs(MODEL, prompts, options.steps)
     print(f"TRL: {tell(peer_seconds)}, peak {peer_bytes / 2**30:.2f} GiB", flush=True)
     with local_stack():
