@@ -1,5 +1,6 @@
 """Competing phases, charges and the bounds of the potential."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,9 @@ from pymatgen.core import Lattice, Structure
 
 from reflux_tasks.chemistry import mlip
 from reflux_tasks.chemistry.charges import charge_balanced
-from reflux_tasks.chemistry.energies import PhaseEnergy, competing_energy, read_table
+from reflux_tasks.chemistry.energies import PhaseEnergy, competing_energy, read_table, write_table
+from reflux_tasks.csp import references
+from reflux_tasks.synthesis import phases
 from reflux_tasks.verify import VerifierUnavailable
 
 
@@ -73,3 +76,17 @@ def test_the_potential_says_nothing(capfd: pytest.CaptureFixture[str]) -> None:
     salt = Structure.from_spacegroup("Fm-3m", Lattice.cubic(5.64), ["Na", "Cl"], [[0, 0, 0], [0.5, 0.5, 0.5]])
     mlip.relax(salt.get_primitive_structure(), 2)
     assert capfd.readouterr() == ("", "")
+
+
+def test_a_table_names_its_sources_and_leaves_out_what_has_no_energy(tmp_path: Path) -> None:
+    pytest.importorskip("chgnet")
+    salt = Structure.from_spacegroup("Fm-3m", Lattice.cubic(5.64), ["Na", "Cl"], [[0, 0, 0], [0.5, 0.5, 0.5]])
+    lonely = Structure(Lattice.cubic(500), ["Ti", "O"], [[0, 0, 0], [0.5, 0.5, 0.5]])
+    write_table(tmp_path / "t.json", "a book", [("salt", salt.get_primitive_structure()), ("lonely", lonely)])
+    table = read_table(tmp_path / "t.json")
+    assert list(table) == ["salt"]
+    assert table["salt"].amounts == {"Na": 1.0, "Cl": 1.0}
+    for path in (tmp_path / "t.json", references.TABLE, phases.TABLE):
+        source = json.loads(path.read_text())["source"]
+        assert source.endswith(f"; energies: {mlip.MODEL_SOURCE}"), path
+        assert source.startswith("a book") or references.SOURCE in source

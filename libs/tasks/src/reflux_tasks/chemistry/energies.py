@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from reflux_tasks.chemistry.mlip import MODEL, EnergyUnknown, energy_per_atom, relax
+from reflux_tasks.chemistry.mlip import MODEL, MODEL_SOURCE, EnergyUnknown, energy_per_atom, relax
 
 log = logging.getLogger(__name__)
 TABLE_STEPS = 200
@@ -39,8 +39,11 @@ class PhaseEnergy:
         return sum(self.amounts.values())
 
 
-def write_table(path: Path, structures: Iterable[tuple[str, Any]]) -> None:
-    """Relaxes named pymatgen Structures and writes their energies; phases outside the model's reach are left out."""
+def write_table(path: Path, source: str, structures: Iterable[tuple[str, Any]]) -> None:
+    """Relaxes named pymatgen Structures and writes their energies; phases outside the model's reach are left out.
+
+    `source` says where the structures come from, with licence and citation.
+    """
     from pymatgen.core import Composition
 
     rows = []
@@ -55,7 +58,8 @@ def write_table(path: Path, structures: Iterable[tuple[str, Any]]) -> None:
         rows.append(asdict(PhaseEnergy(name, amounts, round(end.energy, 5), round(start, 5), end.converged)))
         log.info("%s: %.4f eV/atom after %d steps", name, end.energy, end.steps)
     lines = ",\n".join(json.dumps(row) for row in rows)
-    path.write_text(f'{{"model": "{MODEL}", "phases": [\n{lines}\n]}}\n', encoding="ascii")
+    head = f'"model": "{MODEL}", "source": {json.dumps(f"{source}; energies: {MODEL_SOURCE}")}'
+    path.write_text(f'{{{head}, "phases": [\n{lines}\n]}}\n', encoding="ascii")
 
 
 def read_table(path: Path) -> dict[str, PhaseEnergy]:

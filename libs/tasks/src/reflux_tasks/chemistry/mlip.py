@@ -20,6 +20,7 @@ import numpy as np
 from reflux_tasks.verify import VerifierUnavailable
 
 MODEL = "chgnet-0.3.0"
+MODEL_SOURCE = "CHGNet (BSD-3-Clause), B. Deng et al., Nat. Mach. Intell. 5, 1031 (2023)"
 WAY_OUT = "install the extra: pip install 'reflux-tasks[chemistry]'"
 MAX_ENERGY_ATOMS = 32
 """Atoms of a cell whose energy is computed."""

@@ -22,6 +22,10 @@ from reflux_tasks.chemistry.symmetry import CELL_PARAMETERS, crystal_system, orb
 from reflux_tasks.xrd.phases import Phase, load_phases
 
 TABLE = Path(__file__).with_name("energies.json")
+SOURCE = (
+    "AFLOW prototypes as shipped by pymatgen (MIT), M. J. Mehl et al., Comput. Mater. Sci. 136, S1 (2017), "
+    "D. Hicks et al., 161, S1 (2019), 199, 110450 (2021)"
+)
 MAX_SITES = 5
 MAX_PRIMITIVE_ATOMS = 16
 MAX_RELAXATION_GAIN = 0.25
@@ -107,4 +111,4 @@ def _small(cache_dir: Path) -> Iterator[Reference]:
 if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     small = sorted(_small(Path(sys.argv[1])), key=lambda found: found.name)
-    write_table(TABLE, ((found.name, found.structure()) for found in small))
+    write_table(TABLE, SOURCE, ((found.name, found.structure()) for found in small))

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from reflux_tasks.chemistry.energies import write_table
-from reflux_tasks.csp.references import Reference
+from reflux_tasks.csp.references import SOURCE, Reference
 from reflux_tasks.synthesis import structures as make
 from reflux_tasks.synthesis.shelf import PRECURSORS
 from reflux_tasks.xrd.phases import load_phases
@@ -132,5 +132,7 @@ def starting_structures(cache_dir: Path) -> dict[str, make.Maker]:
 if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     write_table(
-        TABLE, ((formula, maker()) for formula, maker in sorted(starting_structures(Path(sys.argv[1])).items()))
+        TABLE,
+        f"published cells named in synthesis/structures.py; {SOURCE}",
+        ((formula, maker()) for formula, maker in sorted(starting_structures(Path(sys.argv[1])).items())),
     )
