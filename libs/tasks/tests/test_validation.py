@@ -35,7 +35,7 @@ def simulated(structures: list[Structure], shift: float = 0.0) -> Profile:
 
 @pytest.mark.parametrize("true", [("NiO", "V2O5"), ("Bi2O3", "Li2CO3")])
 def test_the_surrogate_puts_the_true_set_first(shipped: dict[str, Structure], true: tuple[str, ...]) -> None:
-    profile = cut_and_rebin(simulated([shipped[name] for name in true], shift=0.06), 13, 90, 2100)
+    profile = cut_and_rebin(simulated([shipped[name] for name in true], shift=0.06), 13, 90, 1100)
     surrogate = ProfileSurrogate(profile, shipped)
     scores = {each: surrogate.score(each) for each in itertools.combinations(shipped, len(true))}
     assert set(min(scores, key=lambda each: scores[each].profile_r)) == set(true)

@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from reflux_tasks import progress
 from reflux_tasks.canonical import Form
 from reflux_tasks.verify import Answer, Fidelity, Grade, Verifier, answer_words
 from reflux_tasks.xrd.align import align
@@ -58,7 +59,7 @@ class FullVerifier(Verifier):
         background = snip_background(profile)
         known: dict[frozenset[str], Grade] = {}
         grades = []
-        for answer in answers:
+        for answer in progress.tracked(answers):
             try:
                 named = parse_answer(answer_words(answer))
             except InvalidAnswer as error:

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from reflux_tasks import progress
 from reflux_tasks.canonical import Form
 from reflux_tasks.verify import Answer, Fidelity, Grade, Verifier
 from reflux_tasks.xrd.answers import InvalidAnswer
@@ -14,7 +15,7 @@ from reflux_tasks.xrd.bounded import OverLimit, call_bounded
 from reflux_tasks.xrd.measured_answers import MeasuredAnswer, parse_measured_answer
 from reflux_tasks.xrd.measured_payload import MEASURED_OPTIONS, MeasuredPayload, parse_measured_payload
 from reflux_tasks.xrd.refinement import MAX_PHASES, RefinementRefused, refine, system_python
-from reflux_tasks.xrd.structure_files import Structure, StructureCache, UnreadableStructure, read_folder, read_text
+from reflux_tasks.xrd.structure_files import Structure, UnreadableStructure, read_folder, read_text
 from reflux_tasks.xrd.verdict import Verdict, fit_detail, judge
 
 FRACTION_SHARE = 0.3
@@ -54,7 +55,6 @@ class MeasuredVerifier(Verifier):
         self.python = python
         self.patterns = patterns
         self.warm = warm
-        self._structures = StructureCache()
 
     def prepare(self) -> None:
         import pymatgen.analysis.diffraction.xrd
@@ -63,7 +63,7 @@ class MeasuredVerifier(Verifier):
 
         self.python = self.python or system_python()
         if self.warm is not None:
-            self._structures.keep(read_folder(self.warm)[0].values())
+            read_folder(self.warm)
 
     def canonical(self, payload: Mapping[str, Any], answer: str) -> str | None:
         """Sorted names with their claims; a structure as CIF stands for itself."""
@@ -75,10 +75,11 @@ class MeasuredVerifier(Verifier):
         return None if parsed.is_cif else parsed.words
 
     def grade(self, payload: Mapping[str, Any], answers: Sequence[Answer]) -> list[Grade]:
-        asked = parse_measured_payload(payload, self.patterns, self._structures)
+        asked = parse_measured_payload(payload, self.patterns)
         known: dict[frozenset[str], Verdict] = {}
         return [
-            self._grade(asked, answer if isinstance(answer, str) else " ".join(answer), known) for answer in answers
+            self._grade(asked, answer if isinstance(answer, str) else " ".join(answer), known)
+            for answer in progress.tracked(answers)
         ]
 
     def _grade(self, asked: MeasuredPayload, text: str, known: dict[frozenset[str], Verdict]) -> Grade:

@@ -19,7 +19,7 @@ import numpy as np
 from reflux_tasks.xrd.profile import Profile
 from reflux_tasks.xrd.readers import checked, cut_and_rebin, read_pattern
 from reflux_tasks.xrd.refinement import RefinementOptions
-from reflux_tasks.xrd.structure_files import SHIPPED, Structure, StructureCache, read_folder
+from reflux_tasks.xrd.structure_files import SHIPPED, Structure, read_folder, read_text
 
 LOW_DEGREES, HIGH_DEGREES = 13.0, 90.0
 MAX_POINTS = 4000
@@ -81,9 +81,7 @@ def named_payload(pattern: Path) -> dict[str, Any]:
     return {"pattern_file": pattern.name, "sha256": hashlib.sha256(pattern.read_bytes()).hexdigest()}
 
 
-def parse_measured_payload(
-    payload: Mapping[str, Any], folder: Path | None, structures: StructureCache
-) -> MeasuredPayload:
+def parse_measured_payload(payload: Mapping[str, Any], folder: Path | None) -> MeasuredPayload:
     """Raises ValueError for anything that is no payload of this verifier."""
     try:
         profile = _named(payload, folder) if "pattern_file" in payload else _inline(payload)
@@ -99,7 +97,7 @@ def parse_measured_payload(
     ):
         raise ValueError("not a payload of this verifier: weighed fractions of candidates must add up to 1")
     return MeasuredPayload(
-        profile, {name: structures.read(name, text) for name, text in texts.items()}, elements, weighed or None
+        profile, {name: read_text(name, text) for name, text in texts.items()}, elements, weighed or None
     )
 
 

@@ -4,9 +4,10 @@ Each file is parsed by pymatgen in a child with limits, after caps on what a bom
 operations, angles and lengths of the cell.
 """
 
+import functools
 import re
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,6 @@ MAX_BYTES = 2 * 2**20
 MAX_ATOMS = 400
 """In the conventional cell."""
 MAX_SITE_LINES = 2000
-_MAX_KEPT = 200
 MIN_DISTANCE_ANGSTROM = 0.6
 MIN_VOLUME_PER_ATOM, MAX_VOLUME_PER_ATOM = 3.0, 120.0
 """Cubic angstrom; diamond has 5.7, caesium 117."""
@@ -100,34 +100,21 @@ def read_text(name: str, text: str, *, poscar: bool | None = None) -> Structure:
     poscar = "_cell_" not in text if poscar is None else poscar
     if len(text) > MAX_BYTES:
         raise UnreadableStructure(f"longer than {MAX_BYTES >> 20} MiB")
+    return _read(text, poscar).under(name)
+
+
+@functools.lru_cache(maxsize=256)
+def _read(text: str, poscar: bool) -> Structure:
+    """Parsed once per process: the groups of a run share their candidates."""
     (_check_poscar if poscar else _check_cif)(text.splitlines())
     import pymatgen.analysis.diffraction.xrd
     import pymatgen.io.cif
     import pymatgen.io.vasp.inputs  # noqa: F401 here, not in each child: importing takes longer than parsing
 
     try:
-        return call_bounded(_parse, name, text, poscar)
+        return call_bounded(_parse, text, poscar)
     except ValueError as error:
         raise UnreadableStructure(f"not usable: {error}") from error
-
-
-class StructureCache:
-    """Structures by their text, parsed once: the groups of a run share their candidates."""
-
-    def __init__(self) -> None:
-        self._read: dict[str, Structure] = {}
-
-    def read(self, name: str, text: str) -> Structure:
-        """As read_text; at most 200 structures are kept."""
-        if text not in self._read:
-            if len(self._read) >= _MAX_KEPT:
-                self._read.clear()
-            self._read[text] = read_text(name, text)
-        return self._read[text].under(name)
-
-    def keep(self, structures: Iterable[Structure]) -> None:
-        """Takes structures that are read already."""
-        self._read |= {structure.text: structure for structure in structures}
 
 
 def _is_structure(path: Path) -> bool:
@@ -172,7 +159,7 @@ def _number(word: str) -> float:
         return float("nan")
 
 
-def _parse(name: str, text: str, poscar: bool) -> Structure:
+def _parse(text: str, poscar: bool) -> Structure:
     """In the child: raises ValueError with the reason."""
     with warnings.catch_warnings():  # files round thirds to four digits; pymatgen says so each time
         warnings.simplefilter("ignore")
@@ -186,8 +173,8 @@ def _parse(name: str, text: str, poscar: bool) -> Structure:
     phase = phase_of(cell, "")
     if not len(phase.hkl):
         raise ValueError("no diffraction line up to 95 degrees")
-    refined = candidate(phase, np.ones(3), name=name, march=_march(text, cell, phase))
-    return Structure(name, phase, refined, cell.structure.get_primitive_structure(), text)
+    refined = candidate(phase, np.ones(3), name="", march=_march(text, cell, phase))
+    return Structure("", phase, refined, cell.structure.get_primitive_structure(), text)
 
 
 def _from_cif(text: str) -> Any:

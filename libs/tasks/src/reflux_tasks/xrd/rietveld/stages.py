@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 from crystals import Request, add_texture, check_reflections, make_crystal
-from figures import needs, r_values
+from figures import chi2, needs, r_values
 from pyobjcryst.crystal import Crystal
 from pyobjcryst.lsq import LSQ
 from pyobjcryst.powderpattern import PowderPattern, ReflectionProfileType
@@ -20,6 +20,8 @@ BACKGROUND_NODES = 12
 PEAK_WIDTH = math.radians(0.13)
 PAD_DEGREES = 1.0  # ObjCryst++ drops reflections beyond the last point, whose tails reach back: go on with weight 0
 CYCLES = {"background": 2, "shift": 3, "width": 3, "cell": 4, "shape": 4, "last": 4}
+CELL_REPEATS = 4
+CELL_GAIN = 0.95  # the stage is repeated as long as it leaves less than this of the misfit
 CELL_NAMES = ("a", "b", "c", "alpha", "beta", "gamma")
 
 
@@ -102,11 +104,23 @@ class Refinement:
             self.parameters[id(owner), name].SetIsFixed(False)
 
     def run(self, stage: str) -> None:
-        """Least squares over the free parameters, as many cycles as the stage has."""
+        """Least squares over the free parameters, as many cycles as the stage has; a stage that ends in a worse fit is
+        taken back, because limits can throw the solver into a corner."""
+        before = [self.compiled.GetPar(i).GetValue() for i in range(self.compiled.GetNbPar())]
+        start = self._misfit()
         try:
             self.solver.Refine(CYCLES[stage], True, True)
         except Exception as error:  # ObjCryst++ raises bare C++ exceptions; the values reached so far stay
             self.notes.append(f"{stage}: {str(error)[:80]}")
+        if not self._misfit() <= start:
+            self.notes.append(f"{stage}: taken back")
+            for i, value in enumerate(before):
+                self.compiled.GetPar(i).SetValue(value)
+            self.pattern.Prepare()
+
+    def _misfit(self) -> float:
+        calculated = self._calculated()
+        return chi2(self.counts, calculated, 1 / np.maximum(self.counts, 1))
 
     def stages(self, fast: bool) -> None:
         """Scales and background, angle shift, widths, cells, peak shapes, then width slopes and texture."""
@@ -121,7 +135,11 @@ class Refinement:
         self.run("width")
         for crystal in self.crystals:
             self.free(crystal, *[name for name in CELL_NAMES if self.parameters[id(crystal), name].IsUsed()])
-        self.run("cell")
+        for _ in range(CELL_REPEATS):  # lines half a width off pull slowly at first
+            start = self._misfit()
+            self.run("cell")
+            if not self._misfit() < CELL_GAIN * start:
+                break
         if not fast:
             for profile in self.profiles:
                 self.free(profile, "Eta0")
