@@ -1,8 +1,9 @@
 """TRL's GRPOTrainer on the prompts of a file, in its own environment: one JSON line per optimizer step with its time.
 
-    trl_peer.py MODEL PROMPTS STEPS GROUPS SAMPLES MAX_TOKENS THREADS
+    trl_peer.py MODEL PROMPTS STEPS GROUPS SAMPLES MAX_TOKENS THREADS PASSES
 
-The last line has the peak of the process's resident memory. Same settings as our run: float32, no checkpointing of
+A step's batch goes through the model in PASSES parts, whose gradients add up. The last line has the peak of the
+process's resident memory. Same settings as our run: float32, no checkpointing of
 gradients, constant learning rate, one pass per batch, token mean over the batch, rewards scaled by group.
 """
 
@@ -37,7 +38,7 @@ class Clock(TrainerCallback):
 
 def main() -> None:
     folder, prompts = sys.argv[1], json.loads(Path(sys.argv[2]).read_text())
-    steps, groups, samples, max_tokens, threads = map(int, sys.argv[3:8])
+    steps, groups, samples, max_tokens, threads, passes = map(int, sys.argv[3:9])
     torch.set_num_threads(threads)
     with TemporaryDirectory() as scratch:
         config = GRPOConfig(
@@ -46,7 +47,8 @@ def main() -> None:
             bf16=False,
             gradient_checkpointing=False,
             max_steps=steps,
-            per_device_train_batch_size=groups * samples,
+            per_device_train_batch_size=groups * samples // passes,
+            gradient_accumulation_steps=passes,
             num_generations=samples,
             max_completion_length=max_tokens,
             learning_rate=1e-5,
