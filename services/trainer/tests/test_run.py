@@ -55,6 +55,14 @@ async def test_a_run_goes_through_its_stages_and_leaves_its_records(world):
     assert world.scheduler.cancelled.is_set()
 
 
+async def test_a_run_without_engines_of_its_own_takes_replicas_that_are_there(world):
+    async with world.trainer() as stub:
+        run = await create(stub, config(fleet={"engines": 0}))
+        events = await finish(world, stub, run)
+    assert events[-1].run.state == Run.STATE_SUCCEEDED
+    assert [role.role for role in world.scheduler.roles] == ["learner", "rollout"]
+
+
 async def test_watching_goes_on_where_it_broke(world):
     async with world.trainer() as stub:
         run = await create(stub, config())

@@ -234,8 +234,9 @@ class CheckpointConfig(_Section):
 class FleetConfig(_Section):
     """Processes of the run."""
 
-    engines: Annotated[int, Field(ge=1, le=4096)] = 2
-    """Inference replicas."""
+    engines: Annotated[int, Field(ge=0, le=4096)] = 2
+    """Inference replicas that the run starts, with the torch engine. 0 starts none and waits for a replica that is
+    started beside it, such as a vLLM server (docs/real-llm.md)."""
 
     rollout_workers: Annotated[int, Field(ge=1, le=4096)] = 2
     """Rollout workers; each holds its share of the open prompts, at least 16."""

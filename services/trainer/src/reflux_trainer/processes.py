@@ -80,7 +80,7 @@ class RunProcesses:
         request = pb.CreateJobRequest(
             request_id=str(uuid5(NAMESPACE_OID, f"{self._run}/{self._attempt}")),
             display_name=self._run,
-            roles=[self._role(role, count) for role, count in counts.items()],
+            roles=[self._role(role, count) for role, count in counts.items() if count],
         )
         answer = await self._peers.scheduler.CreateJob(request, timeout=30.0, wait_for_ready=True)
         if answer.job.state == job_pb2.Job.STATE_FAILED:
@@ -152,7 +152,7 @@ class RunProcesses:
 
     async def fleet_ready(self, waits: Waits, deadline: float) -> int:
         """Waits for all replicas; at the deadline one is enough. Returns their number. Raises StartTimedOut."""
-        wanted = self._config.fleet.engines
+        wanted = max(1, self._config.fleet.engines)
         with waits.on("start", f"{wanted} inference replicas to register with the gateway"):
             while True:
                 ready = await self._ready_replicas()
