@@ -6,6 +6,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from reflux_sandbox.isolation import frames
+from reflux_tasks import progress
+
 
 def _scored(reward: float, **figures: float) -> dict[str, Any]:
     return {"outcome": "scored", "reward": reward, "figures": figures, "message": ""}
@@ -24,6 +27,21 @@ def _hang(payload: str, answers: list[str]) -> list[dict[str, Any]]:
 def _slow(payload: str, answers: list[str]) -> list[dict[str, Any]]:
     time.sleep(float(answers[0]))
     return _length(payload, answers)
+
+
+def _telling(payload: str, answers: list[str]) -> list[dict[str, Any]]:
+    """Tells how far it has come until somebody stops it."""
+    while True:
+        progress.report(float(answers[0]))
+        time.sleep(0.05)
+
+
+def _flood(payload: str, answers: list[str]) -> list[dict[str, Any]]:
+    """A verifier that was taken over: it writes to the channel of its own."""
+    tell = progress.listener.__closure__
+    inside = dict(zip(progress.listener.__code__.co_freevars, (cell.cell_contents for cell in tell or ()), strict=True))
+    while True:
+        frames.send(inside["channel"], {"nonce": inside["nonce"], "progress": 0.5})
 
 
 def _crash(payload: str, answers: list[str]) -> list[dict[str, Any]]:
@@ -64,6 +82,8 @@ _VERIFIERS = {
     "test/apart": (_length, "rule", False),
     "test/hang": (_hang, "rule", True),
     "test/slow": (_slow, "surrogate", False),
+    "test/telling": (_telling, "rule", False),
+    "test/flood": (_flood, "rule", False),
     "test/crash": (_crash, "rule", True),
     "test/memory": (_memory, "rule", False),
     "test/native": (_native, "full", True),

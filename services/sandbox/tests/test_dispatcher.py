@@ -128,6 +128,22 @@ async def test_a_job_of_another_version_is_not_graded(store, dispatcher):
     assert outcomes(job) == ["scored"]
 
 
+async def test_a_verifier_tells_how_far_it_has_come(store, dispatcher):
+    job_id = await submit(store, dispatcher, "test/telling", "0.25")
+    async with asyncio.timeout(30):
+        while (job := await store.get(job_id)).progress != 0.25:
+            assert job.state in ("queued", "running")
+            await asyncio.sleep(0.02)
+    await store.cancel_job(job_id)
+    dispatcher.abandon(job_id)
+
+
+async def test_a_child_that_floods_with_progress_is_ended(store, dispatcher):
+    job = await ended(store, await submit(store, dispatcher, "test/flood", "a"))
+    assert job.grades[0].outcome == "infra_error"
+    assert "floods" in job.error
+
+
 async def test_cancelling_kills_the_child_at_work(store, dispatcher):
     job_id = await submit(store, dispatcher, "test/slow", "60")
     while (await store.get(job_id)).state != "running":

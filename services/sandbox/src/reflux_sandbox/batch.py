@@ -77,7 +77,7 @@ class Batch:
         job, loop = leased.job, asyncio.get_running_loop()
         if self._is_settled(leased, loop.time()):
             return
-        leased.started = loop.time()
+        leased.started, leased.progress = loop.time(), lambda: session.progress
         attributes = {"verifier": job.verifier, "job": job.job_id, "attempt": job.attempt, "run": job.run}
         with telemetry.span("sandbox.attempt", parent=job.traceparent, **attributes) as span:
             try:

@@ -15,6 +15,8 @@ from reflux_sandbox.isolation.handle import ChildHandle
 _SIGKILL = 9
 _SPARE_CPU_SECONDS = 2
 _LAST_WORDS_SECONDS = 2.0
+_NEWS_AT_ONCE, _NEWS_PER_SECOND = 100, 10
+"""Reports of progress that a job may send: a child that nobody has taken over sends two a second."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +92,8 @@ class GradeSession:
         self._request = {"profile": profile, "memory_bytes": memory_bytes, "cpu_seconds": cpu_seconds}
         self._nonce = secrets.token_hex(16)
         self._child: ChildHandle | None = None
+        self.progress = 0.0
+        """How far the present job has come by the verifier's own account, 0 to 1."""
 
     async def __aenter__(self) -> Self:
         self._child = await self._isolation.acquire(self._family)
@@ -112,7 +116,18 @@ class GradeSession:
         A TimeoutError of the caller leaves the child hanging in the job: leave the session, which kills it.
         """
         assert self._child is not None, "entered first"
+        self.progress, heard, began = 0.0, 0, time.monotonic()
         await self._child.send({"verifier": verifier, "payload": payload, "answers": answers})
+        while (news := (answer := await self._frame()).get("progress")) is not None:
+            if isinstance(news, int | float) and 0 <= news <= 1:
+                self.progress = max(self.progress, float(news))
+            heard += 1
+            if heard > _NEWS_AT_ONCE + _NEWS_PER_SECOND * (time.monotonic() - began):
+                raise SessionLost("the child floods its channel with reports of progress")
+        return answer
+
+    async def _frame(self) -> dict[str, Any]:
+        assert self._child is not None, "entered first"
         answer = await self._child.receive()
         if answer is None:
             with contextlib.suppress(TimeoutError):  # its supervisor is about to say how it ended

@@ -25,7 +25,9 @@ class OutsideCallers:
         """Extends a lease. Raises NotFound, and WrongState when it has ended."""
         job = await self._store.get(job_id)
         lease_ms = round(lease_seconds * 1000)
-        lost = await self._store.script("heartbeat", owner=token, lease_ms=lease_ms, jobs=[job_id], progress=progress)
+        lost = await self._store.script(
+            "heartbeat", owner=token, lease_ms=lease_ms, jobs=[job_id], begun={job_id: progress}
+        )
         if lost:
             raise WrongState(f"no lease on {job_id} has this token: the lease ended, or the job did", state=job.state)
         return await self._store.get(job_id)

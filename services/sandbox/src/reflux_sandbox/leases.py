@@ -32,6 +32,8 @@ class Leased:
     """Set when the job was cancelled or taken over."""
     started: float = 0.0
     """Loop time at which its session began with it; 0.0 before."""
+    progress: Callable[[], float] = lambda: 0.0
+    """How far its work has come, 0 to 1."""
     ending: bool = False
     """Its result is being stored."""
 
@@ -119,7 +121,7 @@ class Leases:
         while True:
             await asyncio.sleep(min(_MOST_BEAT_SECONDS, self._store.lease_seconds / 3))
             try:
-                begun = [job_id for job_id, leased in self._leased.items() if leased.started]
+                begun = {job_id: leased.progress() for job_id, leased in self._leased.items() if leased.started}
                 for job_id in await self._store.heartbeat(list(self._leased), begun):
                     self.abandon(job_id)
                 taken, late = await self._store.sweep()

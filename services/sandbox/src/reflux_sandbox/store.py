@@ -2,7 +2,7 @@
 
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -127,14 +127,15 @@ class VerificationStore(JobReader):
         )
         return Claim(head.decode(), tuple(to_claimed(row, owner) for row in rows))
 
-    async def heartbeat(self, job_ids: Sequence[str], begun: Sequence[str] = ()) -> set[str]:
+    async def heartbeat(self, job_ids: Sequence[str], begun: Mapping[str, float] | None = None) -> set[str]:
         """Extends the leases; returns the jobs that are not ours any more (cancelled, or taken over).
 
-        `begun`: those of them whose turn in their session has come. A death of this service costs them an attempt.
+        `begun`: those of them whose turn in their session has come, and how far each has come, 0 to 1. A death of this
+        service costs them an attempt.
         """
         lease_ms = round(self._limits.lease_seconds * 1000)
         lost = await self.script(
-            "heartbeat", owner=self.owner, lease_ms=lease_ms, jobs=list(job_ids), begun=list(begun)
+            "heartbeat", owner=self.owner, lease_ms=lease_ms, jobs=list(job_ids), begun=begun or {}
         )
         return {job_id.decode() for job_id in lost}
 

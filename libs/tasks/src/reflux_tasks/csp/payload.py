@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from reflux_tasks import progress
 from reflux_tasks.canonical_structure import structure_from_key, structure_key
 from reflux_tasks.csp.answers import expand, parse_answer
 from reflux_tasks.verify import Answer, Grade
@@ -104,7 +105,7 @@ def grade_proposals(truth: Truth, answers: Sequence[Answer], score: Callable[[Pr
     """Grades what parses; equal structures once. A composition other than the wanted one scores 0."""
     done: dict[str, Grade] = {}
     grades: list[Grade] = []
-    for answer in answers:
+    for answer in progress.tracked(answers):
         try:
             amounts, proposal = propose(answer)
         except InvalidAnswer as error:

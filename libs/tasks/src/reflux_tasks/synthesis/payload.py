@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
+from reflux_tasks import progress
 from reflux_tasks.canonical import reaction_key, reduced_formula
 from reflux_tasks.synthesis.answers import Recipe, parse_answer
 from reflux_tasks.synthesis.shelf import PRECURSORS
@@ -62,7 +63,7 @@ def check_balance(recipe: Recipe, target: str) -> None:
 def grade_recipes(truth: Truth, answers: Sequence[Answer], score: Callable[[Recipe], Grade]) -> list[Grade]:
     """Grades what parses and brings the target's elements; a precursor that is not available scores 0."""
     grades = []
-    for answer in answers:
+    for answer in progress.tracked(answers):
         try:
             recipe = parse_answer(answer)
             check_elements(recipe, truth.target)

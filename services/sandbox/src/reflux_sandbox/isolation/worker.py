@@ -10,6 +10,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from typing import Any, Never
@@ -25,6 +26,7 @@ from reflux_sandbox.isolation.limits_hit import (
 from reflux_sandbox.isolation.session_worker import serve_session
 
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+_NEWS_SECONDS = 0.5
 
 Grader = Callable[[str, str, list[str]], dict[str, Any]]
 """(verifier, payload as JSON text, answers) -> {"grades": [...]} or {"error": kind, "message": text}."""
@@ -33,14 +35,16 @@ Grader = Callable[[str, str, list[str]], dict[str, Any]]
 def run_worker(channel: socket.socket, grade: Grader, without_exec: bytes) -> Never:
     """Says hello, does what the first frame asks for, ends the process. A closed channel means: nothing to do."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    mapped = _mapped_bytes()
+    _reseed()
+    _rehearse(grade)
     frames.send(channel, {"hello": True})
     request = frames.receive(channel)
     if request is None:
         os._exit(0)
-    _limit(int(request["memory_bytes"]), int(request["cpu_seconds"]))
+    _limit(mapped + int(request["memory_bytes"]), int(request["cpu_seconds"]))
     if request["profile"] != "native" and without_exec:
         kernel.install_filter(without_exec)
-    _reseed()
     if request["profile"] == "code":
         channel.close()
         _end_with(run_code(request["code"]))
@@ -50,12 +54,21 @@ def run_worker(channel: socket.socket, grade: Grader, without_exec: bytes) -> Ne
     os._exit(0)
 
 
-def _limit(memory_bytes: int, cpu_seconds: int) -> None:
-    """Memory counts on top of what the warm interpreter has mapped already."""
-    mapped = 0
+def _mapped_bytes() -> int:
+    """What the warm interpreter has mapped: the memory of a job counts on top of it."""
     with contextlib.suppress(OSError), open("/proc/self/statm") as statm:  # noqa: PTH123  no import may be needed here
-        mapped = int(statm.read().split()[0]) * _PAGE_BYTES
-    for kind, value, spare in ((resource.RLIMIT_AS, mapped + memory_bytes, 0), (resource.RLIMIT_CPU, cpu_seconds, 1)):
+        return int(statm.read().split()[0]) * _PAGE_BYTES
+    return 0
+
+
+def _rehearse(grade: Grader) -> None:
+    """Goes once through what a job will need: the pages are copied now, while nobody waits for this child."""
+    with contextlib.suppress(Exception):  # a grader that fails will fail again where it is heard
+        frames.encode({"cpu_seconds": _cpu_seconds(), **grade("", "{}", [])})
+
+
+def _limit(memory_bytes: int, cpu_seconds: int) -> None:
+    for kind, value, spare in ((resource.RLIMIT_AS, memory_bytes, 0), (resource.RLIMIT_CPU, cpu_seconds, 1)):
         hard = resource.getrlimit(kind)[1]
         value = value if hard == resource.RLIM_INFINITY else min(value, hard - spare)
         resource.setrlimit(kind, (value, value + spare))  # SIGXCPU comes at the soft limit of cpu, SIGKILL at the hard
@@ -68,8 +81,11 @@ def _reseed() -> None:
 
 
 def _grade_all(channel: socket.socket, nonce: str, grade: Grader) -> None:
+    progress: Any = sys.modules.get("reflux_tasks.progress")
     while (job := frames.receive(channel)) is not None:
         before = _cpu_seconds()
+        if progress is not None:
+            progress.listener = _teller(channel, nonce)
         try:
             answer = grade(job["verifier"], job["payload"], job["answers"])
             frame = frames.encode({"nonce": nonce, "cpu_seconds": _cpu_seconds() - before, **answer})
@@ -78,6 +94,19 @@ def _grade_all(channel: socket.socket, nonce: str, grade: Grader) -> None:
                 {"nonce": nonce, "error": "crash", "message": f"{type(error).__name__}: {error}"[:2000]}
             )
         channel.sendall(frame)
+
+
+def _teller(channel: socket.socket, nonce: str) -> Callable[[float], None]:
+    """Sends how far the job has come, once in a while."""
+    told = time.monotonic()
+
+    def tell(fraction: float) -> None:
+        nonlocal told
+        if time.monotonic() - told >= _NEWS_SECONDS:
+            told = time.monotonic()
+            frames.send(channel, {"nonce": nonce, "progress": fraction})
+
+    return tell
 
 
 def _cpu_seconds() -> float:

@@ -1,17 +1,18 @@
 -- Leases, results, failures.
 
--- owner, lease_ms, jobs = {id, ...}, begun = {id, ...} of them whose turn has come, progress -> ids whose lease is no
--- longer ours
+-- owner, lease_ms, jobs = {id, ...}, begun = {id: progress} of them whose turn has come -> ids whose lease is no longer
+-- ours
 function operations.heartbeat(a)
-  local lost, begun = {}, {}
-  for _, id in ipairs(a.begun or {}) do begun[id] = true end
+  local lost = {}
   for _, id in ipairs(a.jobs) do
     local row = fields_of(id, 'owner', 'state')
     if row.owner == a.owner and row.state == 'running' then
       redis.call('ZADD', p .. 'running', now + a.lease_ms, id)
       redis.call('HSET', job(id), 'beat', now)
-      if begun[id] then redis.call('HDEL', job(id), 'waits') end
-      if a.progress then redis.call('HSET', job(id), 'progress', a.progress) end
+      if a.begun[id] then
+        redis.call('HDEL', job(id), 'waits')
+        redis.call('HSET', job(id), 'progress', a.begun[id])
+      end
     else
       lost[#lost + 1] = id
     end

@@ -12,9 +12,12 @@ class GradingSession(Protocol):
 
     `grade` returns {"grades": [...]} or {"error": kind, "message": text} like a child, and raises SessionLost when
     nobody works on the job any more. It has no limit of time: the caller keeps the job's lease and deadline. Leaving
+    `progress` says how far the present job has come, 0 to 1, where the place tells it. Leaving
     the session with an error ends the work wherever it runs. Leaving it by cancellation, which is how the service
     stops, leaves a job that outlives the service where it is; the same job finds it again later.
     """
+
+    progress: float
 
     async def __aenter__(self) -> Self: ...
 
@@ -27,6 +30,8 @@ class GradingSession(Protocol):
 
 class OpenSession(ABC):
     """A session that holds nothing: cancelling `grade` ends the work."""
+
+    progress = 0.0
 
     async def __aenter__(self) -> Self:
         return self

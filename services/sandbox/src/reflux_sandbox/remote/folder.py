@@ -76,6 +76,8 @@ class FolderBackend(Backend):
 class MailboxSession:
     """One job at a time through the mailbox of `place`."""
 
+    progress = 0.0
+
     def __init__(self, place: FolderBackend, info: VerifierInfo) -> None:
         self._place = place
         self._info = info
