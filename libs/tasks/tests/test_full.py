@@ -11,10 +11,13 @@ from reflux_tasks.xrd.align import align
 from reflux_tasks.xrd.answers import format_answer
 from reflux_tasks.xrd.database import PhaseDatabase, candidate
 from reflux_tasks.xrd.full import FullVerifier
+from reflux_tasks.xrd.measured_payload import MEASURED_OPTIONS, prepare
 from reflux_tasks.xrd.measurement import simulate_measurement
 from reflux_tasks.xrd.payload import parse_truth
-from reflux_tasks.xrd.profile import snip_background
+from reflux_tasks.xrd.profile import Profile, snip_background
+from reflux_tasks.xrd.readers import read_pattern
 from reflux_tasks.xrd.refinement import RefinementOptions, refine
+from reflux_tasks.xrd.structure_files import Structure
 from reflux_tasks.xrd.task import XrdTask
 
 
@@ -115,6 +118,20 @@ def test_equal_refinements_give_equal_figures(objcryst: Path, database: PhaseDat
     assert first.r_wp == second.r_wp
     assert first.phases == second.phases
     assert first.shift_degrees == pytest.approx(pair["zero_shift_degrees"], abs=0.01)
+
+
+def test_cells_that_start_half_a_line_off_are_found_on_a_high_background(
+    objcryst: Path, xrd_data: Path, shipped: dict[str, Structure]
+) -> None:
+    """Four cycles leave MnCO3 short of its cell; the next stage then threw its peak width to the limit: R_wb 0.31."""
+    [path] = (xrd_data / "measured").glob("In2O3_*-MnCO3_*--8min.xrdml")
+    scan = read_pattern(path)
+    more = 3 * np.median(scan.counts) * (0.5 + np.exp(-(scan.two_theta - scan.two_theta[0]) / 30))
+    counts = scan.counts + np.random.default_rng(0).poisson(more)
+    candidates = [shipped[name].candidate for name in ("In2O3", "MnCO3")]
+    fit = refine(prepare(Profile(scan.two_theta, counts)), candidates, MEASURED_OPTIONS, objcryst)
+    assert fit.r_wb < 0.16
+    assert [phase.mass_fraction for phase in fit.phases] == pytest.approx([0.5, 0.5], abs=0.05)
 
 
 def test_a_missing_program_is_reported_with_the_way_out(database: PhaseDatabase, pair: dict) -> None:
