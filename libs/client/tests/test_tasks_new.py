@@ -75,9 +75,9 @@ def test_a_folder_with_files_in_it_is_left_alone(tmp_path):
 
 
 def test_installed_tasks_are_listed_with_their_verifiers():
-    done = CliRunner(env={"COLUMNS": "160"}).invoke(list_tasks, catch_exceptions=False)
+    done = CliRunner(env={"COLUMNS": "40"}).invoke(list_tasks, catch_exceptions=False)
     assert done.exit_code == 0
-    for word in ("xrd-phase-id", "reflux-tasks", "label", "surrogate", "full"):
+    for word in ("crystal-structure", "xrd-phase-id", "reflux-tasks", "synthesis-surrogate-2", "label", "full"):
         assert word in done.output
 
 

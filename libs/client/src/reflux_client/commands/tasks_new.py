@@ -17,6 +17,7 @@ from reflux_client.connection import ClientError
 
 _NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
 _LONGEST_NAME = 40
+_WIDE = 200
 
 
 @click.command("new")
@@ -40,6 +41,9 @@ def list_tasks() -> None:
         from reflux_tasks.registry import GROUP, create_task
     except ModuleNotFoundError as error:
         raise ClientError(f"{error}: install the package reflux-tasks where this command runs") from error
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=_WIDE)  # for a file or another program: a row is a line, with whole names
     table = Table("task", "from", "verifier", "version", "fidelity", "CPU s", "equal by")
     with tempfile.TemporaryDirectory() as cache:
         for entry in sorted(entry_points(group=GROUP), key=lambda entry: entry.name):
@@ -52,7 +56,9 @@ def list_tasks() -> None:
             for key, verifier in verifiers.items():
                 row = (key, verifier.version, verifier.fidelity, f"{verifier.cost_seconds:g}", verifier.canonical_form)
                 table.add_row(entry.name, source, *row)
-    Console().print(table)
+    for column in table.columns:
+        column.overflow = "fold"
+    console.print(table)
 
 
 def write_scaffold(name: str, target: Path) -> list[Path]:
