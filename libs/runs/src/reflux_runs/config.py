@@ -183,6 +183,22 @@ class RlConfig(_Section):
     surrogate: str = "surrogate"
     """Verifier of the provisional rewards, of fidelity surrogate; counts with `release = "surrogate"` only."""
 
+    rule: str = ""
+    """Verifier of fidelity rule that a group meets before the surrogate; a group of which every answer fails it is
+    graded by it alone. Empty leaves it out; counts with `release = "surrogate"` only."""
+
+    audit_share: Annotated[float, Field(gt=0.0, le=1.0)] = 0.1
+    """Share of groups that are verified in full whatever they seem worth: what calibration and its error are measured
+    on. Counts with `release = "surrogate"` only."""
+
+    tolerated_error: Annotated[float, Field(ge=0.0, le=10.0)] = 0.05
+    """Expected error of a group's advantages, in deviations, below which its other full verifications are left out.
+    Counts with `release = "surrogate"` only."""
+
+    full_cpu_seconds: Annotated[float, Field(ge=0.0, le=1e12)] = 0.0
+    """CPU seconds of full verification that the groups of one weight version may use; 0 bounds nothing. Counts with
+    `release = "surrogate"` only."""
+
     correction_lag: Annotated[int, Field(ge=0, le=100_000)] = 16
     """Largest age in versions at which a late reward is still trained; later ones are counted and dropped, and
     verifications for them are cancelled."""

@@ -200,6 +200,8 @@ def _task(config: RunConfig, catalog: Catalog) -> list[Refusal]:
     named = {"rl.verifier": config.rl.verifier}
     if config.rl.release == "surrogate":
         named["rl.surrogate"] = config.rl.surrogate
+        if config.rl.rule:
+            named["rl.rule"] = config.rl.rule
     return [
         Refusal(key, verifier, f"task {name} has no such verifier", " or ".join(f'"{each}"' for each in known))
         for key, verifier in named.items()

@@ -56,10 +56,14 @@ def rungs_of(config: RunConfig) -> Rungs | None:
     if rl.release == "full":
         return None
     return Rungs(
+        rule=verifier_of(config, rl.rule) if rl.rule else "",
         surrogate=verifier_of(config, rl.surrogate),
         full=verifier_of(config, rl.verifier),
         algorithm=rl.algorithm,
         correction_lag=rl.correction_lag,
+        audit_share=rl.audit_share,
+        tolerated_error=rl.tolerated_error,
+        full_cpu_seconds=rl.full_cpu_seconds,
     )
 
 

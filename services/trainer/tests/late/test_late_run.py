@@ -39,14 +39,29 @@ async def test_late_rewards_become_correction_samples_of_later_steps(late_world)
     asked = next(iter(late_world.rungs.ladders.values()))
     assert (asked.surrogate_verifier, asked.full_verifier) == ("counting/surrogate", "counting/full")
     assert asked.policy.max_lag == 16
+    assert not asked.rule_verifier
 
 
-async def test_a_run_whose_verifier_is_no_full_one_is_refused_before_it_starts(late_world):
+async def test_the_run_file_says_what_groups_climb_and_what_full_verification_may_cost(late_world):
+    rl = LATE | {"steps": 1, "rule": "label", "audit_share": 0.5, "tolerated_error": 0.2, "full_cpu_seconds": 60.0}
     async with late_world.trainer() as stub:
-        run = await create(stub, config(rl={"release": "surrogate", "verifier": "label"}))
+        run = await create(stub, config(rl=rl))
+        events = await finish(late_world, stub, run)
+    assert events[-1].run.state == run_pb2.Run.STATE_SUCCEEDED
+    asked = next(iter(late_world.rungs.ladders.values()))
+    assert asked.rule_verifier == "counting/label"
+    assert (asked.policy.audit_share, asked.policy.tolerated_error, asked.policy.budget_cpu_seconds) == (0.5, 0.2, 60.0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "needed"), [({"verifier": "label"}, "full"), ({"verifier": "full", "rule": "surrogate"}, "rule")]
+)
+async def test_a_verifier_on_the_wrong_rung_is_refused_before_the_run_starts(late_world, changes, needed):
+    async with late_world.trainer() as stub:
+        run = await create(stub, config(rl={"release": "surrogate"} | changes))
         events = await events_of(stub, run.name)
     assert events[-1].run.state == run_pb2.Run.STATE_FAILED
-    assert "needs one of fidelity full here" in events[-1].run.message
+    assert f"needs one of fidelity {needed} here" in events[-1].run.message
 
 
 async def test_a_worker_gets_the_release_by_asking_when_the_stream_says_nothing(late_world, monkeypatch):

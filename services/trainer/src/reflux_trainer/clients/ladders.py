@@ -45,16 +45,26 @@ class Rungs:
     """What the groups of a run climb."""
 
     surrogate: str
-    """Name of the verifier in the sandbox, as of the full one."""
+    """Name of the verifier in the sandbox, as of the others."""
     full: str
+    rule: str = ""
+    """Empty leaves the rung out."""
     algorithm: Algorithm
     correction_lag: int
+    audit_share: float
+    tolerated_error: float
+    full_cpu_seconds: float
+    """Of one policy version; 0 bounds nothing."""
 
     def policy(self) -> pb.LadderPolicy:
         """What the sandbox has to know; 0 would mean that nothing is ever too old."""
         estimator = "ESTIMATOR_CENTRED" if self.algorithm in _CENTRED else "ESTIMATOR_GRPO"
         return pb.LadderPolicy(
-            max_lag=max(1, self.correction_lag), estimator=pb.LadderPolicy.Estimator.Value(estimator)
+            max_lag=max(1, self.correction_lag),
+            estimator=pb.LadderPolicy.Estimator.Value(estimator),
+            audit_share=self.audit_share,
+            tolerated_error=self.tolerated_error,
+            budget_cpu_seconds=self.full_cpu_seconds,
         )
 
 
@@ -90,6 +100,7 @@ class Ladders:
             answers=answers,
             sample_ids=sample_ids,
             policy_version=version,
+            rule_verifier=self._rungs.rule,
             surrogate_verifier=self._rungs.surrogate,
             full_verifier=self._rungs.full,
             deadline_seconds=seconds,

@@ -40,6 +40,8 @@ def check_rungs(config: RunConfig, task: Task[Any]) -> None:
     if config.rl.release == "full":
         return
     named = {"rl.surrogate": ("surrogate", config.rl.surrogate), "rl.verifier": ("full", config.rl.verifier)}
+    if config.rl.rule:
+        named["rl.rule"] = ("rule", config.rl.rule)
     refusals: list[Refusal] = []
     for key, (fidelity, name) in named.items():
         verifier = task.verifiers.get(name)  # external ones are of fidelity full

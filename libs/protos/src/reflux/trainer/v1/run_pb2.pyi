@@ -429,6 +429,10 @@ class RlConfig(_message.Message):
     RELEASE_FIELD_NUMBER: _builtins.int
     SURROGATE_FIELD_NUMBER: _builtins.int
     CORRECTION_LAG_FIELD_NUMBER: _builtins.int
+    RULE_FIELD_NUMBER: _builtins.int
+    AUDIT_SHARE_FIELD_NUMBER: _builtins.int
+    TOLERATED_ERROR_FIELD_NUMBER: _builtins.int
+    FULL_CPU_SECONDS_FIELD_NUMBER: _builtins.int
     TIS_CAP_FIELD_NUMBER: _builtins.int
     OVERLONG_BUFFER_FIELD_NUMBER: _builtins.int
     OVERLONG_PENALTY_FIELD_NUMBER: _builtins.int
@@ -478,6 +482,14 @@ class RlConfig(_message.Message):
     """Verifier whose rewards are provisional when release is "surrogate"."""
     correction_lag: _builtins.int
     """Versions behind the learner's after which a late reward is dropped."""
+    rule: _builtins.str
+    """Verifier below the surrogate: a group of which every answer fails it is graded by it alone. Empty leaves it out."""
+    audit_share: _builtins.float
+    """Share of groups that are verified in full whatever they seem worth."""
+    tolerated_error: _builtins.float
+    """Expected error of a group's advantages below which its other full verifications are left out."""
+    full_cpu_seconds: _builtins.float
+    """CPU seconds of full verification per weight version; 0 bounds nothing."""
     tis_cap: _builtins.float
     """Truncation of the weight exp(lp_learner - lp_sampler) of each token's loss; 0 turns it off."""
     overlong_buffer: _builtins.int
@@ -510,16 +522,22 @@ class RlConfig(_message.Message):
         release: _builtins.str | None = ...,
         surrogate: _builtins.str | None = ...,
         correction_lag: _builtins.int | None = ...,
+        rule: _builtins.str | None = ...,
+        audit_share: _builtins.float | None = ...,
+        tolerated_error: _builtins.float | None = ...,
+        full_cpu_seconds: _builtins.float | None = ...,
         tis_cap: _builtins.float | None = ...,
         overlong_buffer: _builtins.int | None = ...,
         overlong_penalty: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_algorithm", b"_algorithm", "_batch_size", b"_batch_size", "_clip_high", b"_clip_high", "_clip_low", b"_clip_low", "_correction_lag", b"_correction_lag", "_final_lr_fraction", b"_final_lr_fraction", "_groups_per_step", b"_groups_per_step", "_learning_rate", b"_learning_rate", "_loss", b"_loss", "_max_grad_norm", b"_max_grad_norm", "_max_lag", b"_max_lag", "_max_tokens", b"_max_tokens", "_no_progress_seconds", b"_no_progress_seconds", "_overlong_buffer", b"_overlong_buffer", "_overlong_penalty", b"_overlong_penalty", "_oversampling", b"_oversampling", "_ramp_steps", b"_ramp_steps", "_release", b"_release", "_samples_per_group", b"_samples_per_group", "_staleness", b"_staleness", "_steps", b"_steps", "_surrogate", b"_surrogate", "_temperature", b"_temperature", "_tis_cap", b"_tis_cap", "_verifier", b"_verifier", "_verify_seconds", b"_verify_seconds", "algorithm", b"algorithm", "batch_size", b"batch_size", "clip_high", b"clip_high", "clip_low", b"clip_low", "correction_lag", b"correction_lag", "final_lr_fraction", b"final_lr_fraction", "groups_per_step", b"groups_per_step", "learning_rate", b"learning_rate", "loss", b"loss", "max_grad_norm", b"max_grad_norm", "max_lag", b"max_lag", "max_tokens", b"max_tokens", "no_progress_seconds", b"no_progress_seconds", "overlong_buffer", b"overlong_buffer", "overlong_penalty", b"overlong_penalty", "oversampling", b"oversampling", "ramp_steps", b"ramp_steps", "release", b"release", "samples_per_group", b"samples_per_group", "staleness", b"staleness", "steps", b"steps", "surrogate", b"surrogate", "temperature", b"temperature", "tis_cap", b"tis_cap", "verifier", b"verifier", "verify_seconds", b"verify_seconds"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_algorithm", b"_algorithm", "_audit_share", b"_audit_share", "_batch_size", b"_batch_size", "_clip_high", b"_clip_high", "_clip_low", b"_clip_low", "_correction_lag", b"_correction_lag", "_final_lr_fraction", b"_final_lr_fraction", "_full_cpu_seconds", b"_full_cpu_seconds", "_groups_per_step", b"_groups_per_step", "_learning_rate", b"_learning_rate", "_loss", b"_loss", "_max_grad_norm", b"_max_grad_norm", "_max_lag", b"_max_lag", "_max_tokens", b"_max_tokens", "_no_progress_seconds", b"_no_progress_seconds", "_overlong_buffer", b"_overlong_buffer", "_overlong_penalty", b"_overlong_penalty", "_oversampling", b"_oversampling", "_ramp_steps", b"_ramp_steps", "_release", b"_release", "_rule", b"_rule", "_samples_per_group", b"_samples_per_group", "_staleness", b"_staleness", "_steps", b"_steps", "_surrogate", b"_surrogate", "_temperature", b"_temperature", "_tis_cap", b"_tis_cap", "_tolerated_error", b"_tolerated_error", "_verifier", b"_verifier", "_verify_seconds", b"_verify_seconds", "algorithm", b"algorithm", "audit_share", b"audit_share", "batch_size", b"batch_size", "clip_high", b"clip_high", "clip_low", b"clip_low", "correction_lag", b"correction_lag", "final_lr_fraction", b"final_lr_fraction", "full_cpu_seconds", b"full_cpu_seconds", "groups_per_step", b"groups_per_step", "learning_rate", b"learning_rate", "loss", b"loss", "max_grad_norm", b"max_grad_norm", "max_lag", b"max_lag", "max_tokens", b"max_tokens", "no_progress_seconds", b"no_progress_seconds", "overlong_buffer", b"overlong_buffer", "overlong_penalty", b"overlong_penalty", "oversampling", b"oversampling", "ramp_steps", b"ramp_steps", "release", b"release", "rule", b"rule", "samples_per_group", b"samples_per_group", "staleness", b"staleness", "steps", b"steps", "surrogate", b"surrogate", "temperature", b"temperature", "tis_cap", b"tis_cap", "tolerated_error", b"tolerated_error", "verifier", b"verifier", "verify_seconds", b"verify_seconds"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_algorithm", b"_algorithm", "_batch_size", b"_batch_size", "_clip_high", b"_clip_high", "_clip_low", b"_clip_low", "_correction_lag", b"_correction_lag", "_final_lr_fraction", b"_final_lr_fraction", "_groups_per_step", b"_groups_per_step", "_learning_rate", b"_learning_rate", "_loss", b"_loss", "_max_grad_norm", b"_max_grad_norm", "_max_lag", b"_max_lag", "_max_tokens", b"_max_tokens", "_no_progress_seconds", b"_no_progress_seconds", "_overlong_buffer", b"_overlong_buffer", "_overlong_penalty", b"_overlong_penalty", "_oversampling", b"_oversampling", "_ramp_steps", b"_ramp_steps", "_release", b"_release", "_samples_per_group", b"_samples_per_group", "_staleness", b"_staleness", "_steps", b"_steps", "_surrogate", b"_surrogate", "_temperature", b"_temperature", "_tis_cap", b"_tis_cap", "_verifier", b"_verifier", "_verify_seconds", b"_verify_seconds", "algorithm", b"algorithm", "batch_size", b"batch_size", "clip_high", b"clip_high", "clip_low", b"clip_low", "correction_lag", b"correction_lag", "final_lr_fraction", b"final_lr_fraction", "groups_per_step", b"groups_per_step", "learning_rate", b"learning_rate", "loss", b"loss", "max_grad_norm", b"max_grad_norm", "max_lag", b"max_lag", "max_tokens", b"max_tokens", "no_progress_seconds", b"no_progress_seconds", "overlong_buffer", b"overlong_buffer", "overlong_penalty", b"overlong_penalty", "oversampling", b"oversampling", "ramp_steps", b"ramp_steps", "release", b"release", "samples_per_group", b"samples_per_group", "staleness", b"staleness", "steps", b"steps", "surrogate", b"surrogate", "temperature", b"temperature", "tis_cap", b"tis_cap", "verifier", b"verifier", "verify_seconds", b"verify_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_algorithm", b"_algorithm", "_audit_share", b"_audit_share", "_batch_size", b"_batch_size", "_clip_high", b"_clip_high", "_clip_low", b"_clip_low", "_correction_lag", b"_correction_lag", "_final_lr_fraction", b"_final_lr_fraction", "_full_cpu_seconds", b"_full_cpu_seconds", "_groups_per_step", b"_groups_per_step", "_learning_rate", b"_learning_rate", "_loss", b"_loss", "_max_grad_norm", b"_max_grad_norm", "_max_lag", b"_max_lag", "_max_tokens", b"_max_tokens", "_no_progress_seconds", b"_no_progress_seconds", "_overlong_buffer", b"_overlong_buffer", "_overlong_penalty", b"_overlong_penalty", "_oversampling", b"_oversampling", "_ramp_steps", b"_ramp_steps", "_release", b"_release", "_rule", b"_rule", "_samples_per_group", b"_samples_per_group", "_staleness", b"_staleness", "_steps", b"_steps", "_surrogate", b"_surrogate", "_temperature", b"_temperature", "_tis_cap", b"_tis_cap", "_tolerated_error", b"_tolerated_error", "_verifier", b"_verifier", "_verify_seconds", b"_verify_seconds", "algorithm", b"algorithm", "audit_share", b"audit_share", "batch_size", b"batch_size", "clip_high", b"clip_high", "clip_low", b"clip_low", "correction_lag", b"correction_lag", "final_lr_fraction", b"final_lr_fraction", "full_cpu_seconds", b"full_cpu_seconds", "groups_per_step", b"groups_per_step", "learning_rate", b"learning_rate", "loss", b"loss", "max_grad_norm", b"max_grad_norm", "max_lag", b"max_lag", "max_tokens", b"max_tokens", "no_progress_seconds", b"no_progress_seconds", "overlong_buffer", b"overlong_buffer", "overlong_penalty", b"overlong_penalty", "oversampling", b"oversampling", "ramp_steps", b"ramp_steps", "release", b"release", "rule", b"rule", "samples_per_group", b"samples_per_group", "staleness", b"staleness", "steps", b"steps", "surrogate", b"surrogate", "temperature", b"temperature", "tis_cap", b"tis_cap", "tolerated_error", b"tolerated_error", "verifier", b"verifier", "verify_seconds", b"verify_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__algorithm: _TypeAlias = _typing.Literal["algorithm"]  # noqa: Y015
     _WhichOneofArgType__algorithm: _TypeAlias = _typing.Literal["_algorithm", b"_algorithm"]  # noqa: Y015
+    _WhichOneofReturnType__audit_share: _TypeAlias = _typing.Literal["audit_share"]  # noqa: Y015
+    _WhichOneofArgType__audit_share: _TypeAlias = _typing.Literal["_audit_share", b"_audit_share"]  # noqa: Y015
     _WhichOneofReturnType__batch_size: _TypeAlias = _typing.Literal["batch_size"]  # noqa: Y015
     _WhichOneofArgType__batch_size: _TypeAlias = _typing.Literal["_batch_size", b"_batch_size"]  # noqa: Y015
     _WhichOneofReturnType__clip_high: _TypeAlias = _typing.Literal["clip_high"]  # noqa: Y015
@@ -530,6 +548,8 @@ class RlConfig(_message.Message):
     _WhichOneofArgType__correction_lag: _TypeAlias = _typing.Literal["_correction_lag", b"_correction_lag"]  # noqa: Y015
     _WhichOneofReturnType__final_lr_fraction: _TypeAlias = _typing.Literal["final_lr_fraction"]  # noqa: Y015
     _WhichOneofArgType__final_lr_fraction: _TypeAlias = _typing.Literal["_final_lr_fraction", b"_final_lr_fraction"]  # noqa: Y015
+    _WhichOneofReturnType__full_cpu_seconds: _TypeAlias = _typing.Literal["full_cpu_seconds"]  # noqa: Y015
+    _WhichOneofArgType__full_cpu_seconds: _TypeAlias = _typing.Literal["_full_cpu_seconds", b"_full_cpu_seconds"]  # noqa: Y015
     _WhichOneofReturnType__groups_per_step: _TypeAlias = _typing.Literal["groups_per_step"]  # noqa: Y015
     _WhichOneofArgType__groups_per_step: _TypeAlias = _typing.Literal["_groups_per_step", b"_groups_per_step"]  # noqa: Y015
     _WhichOneofReturnType__learning_rate: _TypeAlias = _typing.Literal["learning_rate"]  # noqa: Y015
@@ -554,6 +574,8 @@ class RlConfig(_message.Message):
     _WhichOneofArgType__ramp_steps: _TypeAlias = _typing.Literal["_ramp_steps", b"_ramp_steps"]  # noqa: Y015
     _WhichOneofReturnType__release: _TypeAlias = _typing.Literal["release"]  # noqa: Y015
     _WhichOneofArgType__release: _TypeAlias = _typing.Literal["_release", b"_release"]  # noqa: Y015
+    _WhichOneofReturnType__rule: _TypeAlias = _typing.Literal["rule"]  # noqa: Y015
+    _WhichOneofArgType__rule: _TypeAlias = _typing.Literal["_rule", b"_rule"]  # noqa: Y015
     _WhichOneofReturnType__samples_per_group: _TypeAlias = _typing.Literal["samples_per_group"]  # noqa: Y015
     _WhichOneofArgType__samples_per_group: _TypeAlias = _typing.Literal["_samples_per_group", b"_samples_per_group"]  # noqa: Y015
     _WhichOneofReturnType__staleness: _TypeAlias = _typing.Literal["staleness"]  # noqa: Y015
@@ -566,12 +588,16 @@ class RlConfig(_message.Message):
     _WhichOneofArgType__temperature: _TypeAlias = _typing.Literal["_temperature", b"_temperature"]  # noqa: Y015
     _WhichOneofReturnType__tis_cap: _TypeAlias = _typing.Literal["tis_cap"]  # noqa: Y015
     _WhichOneofArgType__tis_cap: _TypeAlias = _typing.Literal["_tis_cap", b"_tis_cap"]  # noqa: Y015
+    _WhichOneofReturnType__tolerated_error: _TypeAlias = _typing.Literal["tolerated_error"]  # noqa: Y015
+    _WhichOneofArgType__tolerated_error: _TypeAlias = _typing.Literal["_tolerated_error", b"_tolerated_error"]  # noqa: Y015
     _WhichOneofReturnType__verifier: _TypeAlias = _typing.Literal["verifier"]  # noqa: Y015
     _WhichOneofArgType__verifier: _TypeAlias = _typing.Literal["_verifier", b"_verifier"]  # noqa: Y015
     _WhichOneofReturnType__verify_seconds: _TypeAlias = _typing.Literal["verify_seconds"]  # noqa: Y015
     _WhichOneofArgType__verify_seconds: _TypeAlias = _typing.Literal["_verify_seconds", b"_verify_seconds"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__algorithm) -> _WhichOneofReturnType__algorithm | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__audit_share) -> _WhichOneofReturnType__audit_share | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__batch_size) -> _WhichOneofReturnType__batch_size | None: ...
     @_typing.overload
@@ -582,6 +608,8 @@ class RlConfig(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__correction_lag) -> _WhichOneofReturnType__correction_lag | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__final_lr_fraction) -> _WhichOneofReturnType__final_lr_fraction | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__full_cpu_seconds) -> _WhichOneofReturnType__full_cpu_seconds | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__groups_per_step) -> _WhichOneofReturnType__groups_per_step | None: ...
     @_typing.overload
@@ -607,6 +635,8 @@ class RlConfig(_message.Message):
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__release) -> _WhichOneofReturnType__release | None: ...
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__rule) -> _WhichOneofReturnType__rule | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__samples_per_group) -> _WhichOneofReturnType__samples_per_group | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__staleness) -> _WhichOneofReturnType__staleness | None: ...
@@ -618,6 +648,8 @@ class RlConfig(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__temperature) -> _WhichOneofReturnType__temperature | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__tis_cap) -> _WhichOneofReturnType__tis_cap | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__tolerated_error) -> _WhichOneofReturnType__tolerated_error | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__verifier) -> _WhichOneofReturnType__verifier | None: ...
     @_typing.overload
