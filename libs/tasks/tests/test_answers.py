@@ -2,7 +2,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reflux_tasks.xrd.answers import ELEMENTS, InvalidAnswer, format_answer, parse_answer
+from reflux_tasks.wording import InvalidAnswer
+from reflux_tasks.xrd.answers import ELEMENTS, format_answer, parse_answer
 
 counts = st.one_of(st.just([]), st.integers(2, 999).map(lambda n: [f"n{n}"]))
 formulas = st.lists(st.sampled_from(sorted(ELEMENTS)), min_size=1, max_size=4, unique=True).flatmap(

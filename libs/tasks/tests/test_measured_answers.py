@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reflux_tasks.xrd.answers import InvalidAnswer
+from reflux_tasks.wording import InvalidAnswer
 from reflux_tasks.xrd.measured_answers import MeasuredAnswer, parse_measured_answer
 
 

@@ -11,7 +11,7 @@ from pymatgen.core import Lattice, Structure
 
 from reflux_tasks.chemistry.sanity import structure_problem
 from reflux_tasks.csp.answers import MAX_CHARACTERS, expand, parse_answer
-from reflux_tasks.xrd.answers import InvalidAnswer
+from reflux_tasks.wording import InvalidAnswer
 
 RUTILE = "Ti O n2 sg136 4.594 2.959 Ti 0 0 0 O 0.3053 0.3053 0 <eos>"
 ROWS = " ".join("Ti 0 0 0" for _ in range(300))

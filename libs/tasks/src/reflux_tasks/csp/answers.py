@@ -21,9 +21,9 @@ import numpy as np
 
 from reflux_tasks.chemistry.sanity import MAX_ATOMS, cell_problem, structure_problem
 from reflux_tasks.chemistry.symmetry import CELL_PARAMETERS, cell_vectors, crystal_system, orbit
-from reflux_tasks.chemistry.wording import bounded_words
 from reflux_tasks.verify import Answer
-from reflux_tasks.xrd.answers import ELEMENTS, InvalidAnswer
+from reflux_tasks.wording import InvalidAnswer, bounded_words
+from reflux_tasks.xrd.answers import ELEMENTS
 
 MAX_WORDS = 1024
 MAX_CHARACTERS = 16_384

@@ -11,7 +11,7 @@ from reflux_tasks import progress
 from reflux_tasks.canonical_structure import structure_from_key, structure_key
 from reflux_tasks.csp.answers import expand, parse_answer
 from reflux_tasks.verify import Answer, Grade
-from reflux_tasks.xrd.answers import InvalidAnswer
+from reflux_tasks.wording import InvalidAnswer
 
 MATCH_LTOL, MATCH_STOL, MATCH_ANGLE_DEGREES = 0.3, 0.5, 10.0
 """Tolerances of StructureMatcher in the benchmarks of CDVAE, DiffCSP and CrystaLLM."""

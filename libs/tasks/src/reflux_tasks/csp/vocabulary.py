@@ -10,8 +10,8 @@ from functools import cached_property
 
 import numpy as np
 
+from reflux_tasks.canonical import END, PAD
 from reflux_tasks.chemistry.symmetry import CELL_PARAMETERS, crystal_system
-from reflux_tasks.chemistry.wording import END, PAD
 from reflux_tasks.csp.answers import formula_words
 from reflux_tasks.csp.references import Reference
 

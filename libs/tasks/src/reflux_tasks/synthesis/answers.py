@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from reflux_tasks.chemistry.wording import END, bounded_words
+from reflux_tasks.canonical import END
 from reflux_tasks.synthesis.shelf import GASES, PRECURSORS
 from reflux_tasks.verify import Answer
-from reflux_tasks.xrd.answers import InvalidAnswer
+from reflux_tasks.wording import InvalidAnswer, bounded_words
 
 TO, AND, AT = "to", "and", "at"
 MAX_WORDS = 64

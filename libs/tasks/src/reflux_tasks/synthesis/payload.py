@@ -11,7 +11,7 @@ from reflux_tasks.synthesis.answers import Recipe, parse_answer
 from reflux_tasks.synthesis.shelf import PRECURSORS
 from reflux_tasks.synthesis.units import atoms_of
 from reflux_tasks.verify import Answer, Grade
-from reflux_tasks.xrd.answers import InvalidAnswer
+from reflux_tasks.wording import InvalidAnswer
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 
+from reflux_tasks.canonical import END, PAD
 from reflux_tasks.chemistry.subset import small_parts
-from reflux_tasks.chemistry.wording import END, PAD
 from reflux_tasks.options import InvalidOption, parse_options
 from reflux_tasks.synthesis.answers import AND, AT, TO, Recipe, format_recipe
 from reflux_tasks.synthesis.dft import DftVerifier

@@ -11,7 +11,7 @@ from reflux_tasks.synthesis.computed import computed_substance
 from reflux_tasks.synthesis.payload import Truth, canonical_text, check_balance, grade_recipes, parse_truth
 from reflux_tasks.synthesis.temperature import plausibility
 from reflux_tasks.verify import Answer, Fidelity, Grade, Verifier
-from reflux_tasks.xrd.answers import InvalidAnswer
+from reflux_tasks.wording import InvalidAnswer
 
 ERROR_EV_PER_ATOM = 0.03
 """What CHGNet's energies are worth: about its mean absolute error on its test set."""

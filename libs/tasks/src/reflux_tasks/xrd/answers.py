@@ -10,7 +10,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from reflux_tasks.canonical import END, MAX_WORDS, PAD, SEPARATOR, split_parts
+from reflux_tasks.canonical import END, MAX_WORDS, SEPARATOR, split_parts
+from reflux_tasks.wording import InvalidAnswer, words_before_end
 
 _ELEMENT_TABLE = """
 H He Li Be B C N O F Ne Na Mg Al Si P S Cl Ar K Ca Sc Ti V Cr Mn Fe Co Ni Cu Zn Ga Ge As Se Br Kr Rb
@@ -20,10 +21,6 @@ Hf Ta W Re Os Ir Pt Au Hg Tl Pb Bi Po At Rn Fr Ra Ac Th Pa U Np Pu Am Cm Bk Cf E
 ELEMENTS = frozenset(_ELEMENT_TABLE.split())
 _COUNT = re.compile(r"n([2-9]|[1-9][0-9]{1,2})")
 _SPACE_GROUP = re.compile(r"sg([1-9][0-9]{0,2})")
-
-
-class InvalidAnswer(ValueError):
-    """An answer does not follow the grammar; the message says where."""
 
 
 @dataclass(frozen=True)
@@ -43,14 +40,7 @@ class NamedPhase:
 
 def parse_answer(words: Sequence[str]) -> list[NamedPhase]:
     """Phases of an answer in their order, duplicates kept; raises InvalidAnswer."""
-    if len(words) > MAX_WORDS:
-        raise InvalidAnswer(f"{len(words)} words, at most {MAX_WORDS} are read")
-    if END not in words:
-        raise InvalidAnswer(f"no {END}")
-    end = list(words).index(END)
-    if any(word != PAD for word in words[end + 1 :]):
-        raise InvalidAnswer(f"words after {END}")
-    return [_parse_phase(part) for part in split_parts(words[:end])]
+    return [_parse_phase(part) for part in split_parts(words_before_end(words, MAX_WORDS))]
 
 
 def _parse_phase(words: Sequence[str]) -> NamedPhase:

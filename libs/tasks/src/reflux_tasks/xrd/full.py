@@ -9,8 +9,9 @@ import numpy as np
 from reflux_tasks import progress
 from reflux_tasks.canonical import Form
 from reflux_tasks.verify import Answer, Fidelity, Grade, Verifier, answer_words
+from reflux_tasks.wording import InvalidAnswer
 from reflux_tasks.xrd.align import align
-from reflux_tasks.xrd.answers import InvalidAnswer, NamedPhase, parse_answer
+from reflux_tasks.xrd.answers import NamedPhase, parse_answer
 from reflux_tasks.xrd.database import PhaseDatabase, candidate, lengths
 from reflux_tasks.xrd.measurement import simulate_measurement
 from reflux_tasks.xrd.payload import parse_truth

@@ -5,7 +5,8 @@ from typing import Any, ClassVar
 
 from reflux_tasks.canonical import Form
 from reflux_tasks.verify import Answer, Fidelity, Grade, TierName, Verifier, answer_words
-from reflux_tasks.xrd.answers import InvalidAnswer, parse_answer
+from reflux_tasks.wording import InvalidAnswer
+from reflux_tasks.xrd.answers import parse_answer
 
 EXTRA_PENALTY = 0.2
 

@@ -10,7 +10,7 @@ import numpy as np
 from reflux_tasks import progress
 from reflux_tasks.canonical import Form
 from reflux_tasks.verify import Answer, Fidelity, Grade, Verifier
-from reflux_tasks.xrd.answers import InvalidAnswer
+from reflux_tasks.wording import InvalidAnswer
 from reflux_tasks.xrd.bounded import OverLimit, call_bounded
 from reflux_tasks.xrd.measured_answers import MeasuredAnswer, parse_measured_answer
 from reflux_tasks.xrd.measured_payload import MEASURED_OPTIONS, MeasuredPayload, parse_measured_payload

@@ -10,7 +10,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from reflux_tasks.xrd.answers import END, PAD, SEPARATOR, InvalidAnswer
+from reflux_tasks.canonical import END, PAD, SEPARATOR
+from reflux_tasks.wording import InvalidAnswer
 from reflux_tasks.xrd.refinement import MAX_PHASES
 
 MAX_ANSWER_CHARACTERS = 200_000

@@ -14,10 +14,10 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 
+from reflux_tasks.canonical import END, SEPARATOR
 from reflux_tasks.options import InvalidOption, parse_options
 from reflux_tasks.task import Problem, Split, Task
 from reflux_tasks.verify import Verifier
-from reflux_tasks.xrd.answers import END, SEPARATOR
 from reflux_tasks.xrd.measured import MeasuredVerifier
 from reflux_tasks.xrd.measured_payload import measured_payload
 from reflux_tasks.xrd.patterns import MAX_PEAKS

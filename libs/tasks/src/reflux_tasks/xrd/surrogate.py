@@ -8,7 +8,8 @@ import numpy as np
 
 from reflux_tasks.canonical import Form
 from reflux_tasks.verify import Answer, Fidelity, Grade, TierName, Verifier, answer_words
-from reflux_tasks.xrd.answers import InvalidAnswer, NamedPhase, parse_answer
+from reflux_tasks.wording import InvalidAnswer
+from reflux_tasks.xrd.answers import NamedPhase, parse_answer
 from reflux_tasks.xrd.database import PhaseDatabase
 from reflux_tasks.xrd.patterns import TWO_THETA_MAX_DEGREES, TWO_THETA_MIN_DEGREES
 from reflux_tasks.xrd.payload import parse_truth
