@@ -29,7 +29,7 @@ from recipe import Recipe, Run  # noqa: E402 a benchmark's module, not an instal
 from reflux_tasks.registry import create_task  # noqa: E402
 from reflux_tasks.task import Problem, Task  # noqa: E402
 from reflux_tasks.verify import VerificationError  # noqa: E402
-from reflux_tasks.wording import InvalidAnswer
+from reflux_tasks.wording import InvalidAnswer  # noqa: E402
 from reflux_tasks.xrd.answers import parse_answer  # noqa: E402
 
 
