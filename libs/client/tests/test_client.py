@@ -6,8 +6,10 @@ import sys
 import pytest
 from rich.console import Console
 
+from reflux.trainer.v1 import trainer_service_pb2 as pb
 from reflux.trainer.v1.run_pb2 import Metric, Progress, Run
 from reflux_client import connection, runfile, seeds_table, tracing
+from reflux_client.commands.demo import unfinished
 from reflux_client.connection import ClientError
 from reflux_client.progress import RunView, sparkline
 from reflux_client.report.build import write_report
@@ -190,3 +192,34 @@ def test_changes_of_a_fork_come_from_a_part_of_a_run_file_and_from_settings(tmp_
 def test_a_bad_change_is_refused_by_its_key(setting, says):
     with pytest.raises(ClientError, match=says):
         load_changes(None, [setting])
+
+
+class Trainer:
+    """One run in a state."""
+
+    def __init__(self, *states):
+        self.runs, self.resumed = [Run(name=f"runs/r{place}", state=state) for place, state in enumerate(states)], []
+
+    async def ListRuns(self, request):
+        return pb.ListRunsResponse(runs=self.runs[: request.page_size])
+
+    async def ResumeRun(self, request):
+        self.resumed.append(request.name)
+        return pb.ResumeRunResponse(run=Run(name=request.name, state=Run.STATE_RUNNING))
+
+
+@pytest.mark.parametrize(
+    ("states", "taken_up", "resumed"),
+    [
+        ((), None, []),
+        ((Run.STATE_SUCCEEDED, Run.STATE_FAILED), None, []),
+        ((Run.STATE_RUNNING,), "runs/r0", []),
+        ((Run.STATE_FAILED, Run.STATE_SUCCEEDED), "runs/r0", ["runs/r0"]),
+        ((Run.STATE_CANCELLED,), "runs/r0", ["runs/r0"]),
+    ],
+)
+async def test_a_demo_goes_on_with_its_newest_run_where_that_is_not_done(states, taken_up, resumed):
+    trainer = Trainer(*states)
+    found = await unfinished(trainer)
+    assert (found.name if found else None) == taken_up
+    assert trainer.resumed == resumed

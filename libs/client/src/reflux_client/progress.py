@@ -25,7 +25,7 @@ class RunView:
         self._progress: Progress | None = None
         self._figures: dict[str, float] = {}
         self._rewards: deque[float] = deque(maxlen=_SPARK_POINTS)
-        self._evaluations: list[tuple[int, float]] = []
+        self._evaluations: list[tuple[int, str]] = []
 
     def update(self, run: Run, progress: Progress | None) -> None:
         """Takes one event."""
@@ -35,7 +35,7 @@ class RunView:
         figures = {metric.name: metric.value for metric in progress.metrics}
         if progress.stage == "evaluation":
             if "eval/held/reward" in figures:
-                self._evaluations.append((progress.step, figures["eval/held/reward"]))
+                self._evaluations.append((progress.step, _with_interval(figures)))
             return
         self._progress = progress
         self._figures = figures
@@ -68,7 +68,7 @@ class RunView:
         if self._rewards:
             parts.append(Text(f"reward    {sparkline(self._rewards)}  {self._rewards[-1]:.3f}", style="cyan"))
         if self._evaluations:
-            shown = "  ".join(f"step {step}: {reward:.3f}" for step, reward in self._evaluations[-5:])
+            shown = "  ".join(f"step {step}: {reward}" for step, reward in self._evaluations[-5:])
             parts.append(Text(f"held-out  {shown}", style="green"))
         if self._run.message:
             parts.append(Text(self._run.message, style="yellow"))
@@ -98,6 +98,13 @@ class RunView:
             ("tokens/s", _shown(self._figures, "tokens_per_second", "{:,.0f}")),
             ("step", _shown(self._figures, "time/step", "{:.2f} s")),
         ]
+
+
+def _with_interval(figures: Mapping[str, float]) -> str:
+    """The held-out reward and its 95 % interval, which one prompt alone has not."""
+    bounds = [figures[name] for name in ("eval/held/reward_low", "eval/held/reward_high") if name in figures]
+    shown = f" ({' .. '.join(f'{bound:.3f}' for bound in bounds)})" if bounds else ""
+    return f"{figures['eval/held/reward']:.3f}{shown}"
 
 
 def sparkline(values: deque[float] | list[float]) -> str:

@@ -20,6 +20,7 @@ from reflux_client.runfile import load_run_file
 
 EXAMPLE = Path("examples/xrd-phase-id/run.toml")
 STATE = Path(".reflux/demo")
+GOES_ON = "the stack ends; the same command goes on with the run"
 _SEEDS = (0, 1, 2)
 
 
@@ -52,10 +53,10 @@ def _train(file: Path, seed: int | None, overrides: dict[str, Any] | None = None
     return _followed(asyncio.run(create(load_run_file(file, seed, overrides))))
 
 
-def _followed(created: Run) -> Path:
+def _followed(created: Run, interrupted: str = "the demo ends with its stack") -> Path:
     """Follows a run to its end; returns its folder. Raises `ClientError` when it fails."""
     click.echo(f"run {created.name.removeprefix('runs/')}  folder {created.folder}")
-    if not follow(created.name):
+    if not follow(created.name, interrupted):
         raise connection.ClientError(f"the run failed; folder {created.folder}, logs {connection.state_dir() / 'logs'}")
     return Path(created.folder)
 
@@ -71,8 +72,9 @@ def demo(file: Path, seed: int | None, state: Path, go_on: bool) -> None:
     """Stack up, train on X-ray phase identification, report, stack down."""
     load_run_file(file, seed)  # refuse a bad file before anything starts
     with _own_stack(state, go_on=go_on):
-        unfinished = asyncio.run(_unfinished()) if go_on else None
-        folder = _train(file, seed) if unfinished is None else _followed(unfinished)
+        found = asyncio.run(_unfinished()) if go_on else None
+        created = found or asyncio.run(create(load_run_file(file, seed)))
+        folder = _followed(created, GOES_ON) if go_on else _followed(created)
     summary = json.loads((folder / "summary.json").read_text())
     click.echo(f"held-out reward {summary['reward_after_warmup']:.3f} -> {summary['reward_final']:.3f}")
     click.echo(f"report {report_of(folder)}")
@@ -80,15 +82,18 @@ def demo(file: Path, seed: int | None, state: Path, go_on: bool) -> None:
 
 
 async def _unfinished() -> Run | None:
-    """The newest run, resumed where it had ended otherwise; None when there is none, or it is done."""
     async with connection.channel("trainer") as channel:
-        stub = TrainerServiceStub(channel)
-        newest = next(iter((await stub.ListRuns(pb.ListRunsRequest(page_size=1))).runs), None)
-        if newest is None or newest.state == Run.STATE_SUCCEEDED:
-            return None
-        if newest.state in (Run.STATE_FAILED, Run.STATE_CANCELLED, Run.STATE_PAUSED):
-            return (await stub.ResumeRun(pb.ResumeRunRequest(name=newest.name))).run
-        return newest
+        return await unfinished(TrainerServiceStub(channel))
+
+
+async def unfinished(trainer: Any) -> Run | None:
+    """The newest run, resumed if it has stopped before its end; None when there is none, or it is done."""
+    newest = next(iter((await trainer.ListRuns(pb.ListRunsRequest(page_size=1))).runs), None)
+    if newest is None or newest.state == Run.STATE_SUCCEEDED:
+        return None
+    if newest.state in (Run.STATE_FAILED, Run.STATE_CANCELLED, Run.STATE_PAUSED):
+        return (await trainer.ResumeRun(pb.ResumeRunRequest(name=newest.name))).run
+    return newest
 
 
 @click.command(name="demo-seeds")

@@ -67,15 +67,14 @@ def watch(name: str) -> None:
     sys.exit(0 if follow(resource_of(name)) else 1)
 
 
-def follow(name: str) -> bool:
-    """Shows a run until it ends; True when it succeeded. Ctrl-C ends the view, not the run."""
+def follow(name: str, interrupted: str = "") -> bool:
+    """Shows a run until it ends; True when it succeeded. Ctrl-C ends the view, and what it says then is `interrupted`."""
     run_id = name.removeprefix("runs/")
     try:
         ended, view = _watch_to_the_end(name)
     except KeyboardInterrupt:
-        click.echo(
-            f"run {run_id} goes on: `reflux watch {run_id}` follows it, `reflux cancel {run_id}` ends it", err=True
-        )
+        goes_on = f"run {run_id} goes on: `reflux watch {run_id}` follows it, `reflux cancel {run_id}` ends it"
+        click.echo(interrupted or goes_on, err=True)
         raise
     succeeded = ended.state == Run.STATE_SUCCEEDED
     reason = f": {ended.message}" if ended.message else ""
