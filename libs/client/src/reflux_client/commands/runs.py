@@ -68,7 +68,7 @@ def watch(name: str) -> None:
 
 
 def follow(name: str, interrupted: str = "") -> bool:
-    """Shows a run until it ends; True when it succeeded. Ctrl-C ends the view, and what it says then is `interrupted`."""
+    """Shows a run until it ends; True when it succeeded. Ctrl-C ends the view and prints `interrupted`."""
     run_id = name.removeprefix("runs/")
     try:
         ended, view = _watch_to_the_end(name)
