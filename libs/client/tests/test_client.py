@@ -107,10 +107,13 @@ def test_the_view_shows_reward_lag_and_evaluations():
     running = Run(state=Run.STATE_RUNNING)
     view.update(running, Progress(stage="rl", step=3, total_steps=9, metrics=metrics))
     view.update(running, Progress(stage="evaluation", step=3, metrics=[Metric(name="eval/held/reward", value=0.5)]))
+    bounds = {"eval/held/reward": 0.6, "eval/held/reward_low": 0.55, "eval/held/reward_high": 0.65}
+    bounded = [Metric(name=name, value=value) for name, value in bounds.items()]
+    view.update(running, Progress(stage="evaluation", step=6, metrics=bounded))
     console = Console(record=True, width=120)
     console.print(view)
     text = console.export_text()
-    assert all(part in text for part in ("3/9", "0.250", "50%", "12 ms", "step 3: 0.500"))
+    assert all(part in text for part in ("3/9", "0.250", "50%", "12 ms", "step 3: 0.500", "step 6: 0.600 (0.550 .. 0.650)"))
     assert view.plain_line() == "running rl 3/9 reward=0.250 lag=1.000 idle=0.500 sync_ms=12.000"
 
 

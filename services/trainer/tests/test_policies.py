@@ -213,6 +213,14 @@ def test_an_unknown_grade_is_not_a_reward_of_zero():
     assert set_figures("held", [unknown, unknown]) == {"eval/held/prompts": 0.0, "eval/held/unknown": 2.0}
     figures = set_figures("held", [Grade("scored", 1.0), Grade("invalid", 0.0), unknown])
     assert (figures["eval/held/reward"], figures["eval/held/valid"]) == (0.5, 0.5)
+    assert figures["eval/held/exact_low"] < 0.5 < figures["eval/held/exact_high"] <= 1.0
+    assert figures["eval/held/reward_low"] < 0.5 < figures["eval/held/reward_high"]
+
+
+def test_a_single_grade_has_no_interval_of_its_mean():
+    figures = set_figures("held", [Grade("scored", 1.0)])
+    assert "eval/held/reward_low" not in figures
+    assert figures["eval/held/exact_low"] == pytest.approx(0.2065, abs=1e-4)
 
 
 def test_sampling_seeds_depend_on_run_and_prompt_only():

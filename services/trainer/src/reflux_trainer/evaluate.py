@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +12,7 @@ from reflux_trainer.clients.generation import Generator
 from reflux_trainer.clients.retry import PeerAway, Refused
 from reflux_trainer.clients.verification import Verifications
 from reflux_trainer.codec import Codec
+from reflux_trainer.intervals import mean_interval, share_interval
 from reflux_trainer.journal import Journal
 from reflux_trainer.problems import Question, question, verifier_of
 from reflux_trainer.queue.records import Grade
@@ -46,7 +46,7 @@ class Answered:
 
 
 def set_figures(name: str, grades: Sequence[Grade]) -> dict[str, float]:
-    """Figures of one set: mean reward over known grades with its standard error, exact and valid share. Pure.
+    """Figures of one set: mean reward over known grades and exact share with 95 % intervals, valid share. Pure.
 
     Without any known grade there are the counts only: an unknown reward is not 0.
     """
@@ -55,13 +55,19 @@ def set_figures(name: str, grades: Sequence[Grade]) -> dict[str, float]:
     counts = {f"eval/{name}/prompts": float(count), f"eval/{name}/unknown": float(len(grades) - count)}
     if not count:
         return counts
-    mean = sum(rewards) / count
-    variance = sum((reward - mean) ** 2 for reward in rewards) / (count - 1) if count > 1 else 0.0
     exact = [grade.figures.get("exact", float(grade.reward >= 1.0 - 1e-9)) for grade in grades if grade.known]
+    intervals = {"exact": share_interval(sum(exact), count)}
+    if count > 1:
+        intervals["reward"] = mean_interval(rewards)
+    bounds = {
+        f"eval/{name}/{of}_{end}": bound
+        for of, interval in intervals.items()
+        for end, bound in zip(("low", "high"), interval, strict=True)
+    }
     return {
-        f"eval/{name}/reward": mean,
-        f"eval/{name}/reward_se": math.sqrt(variance / count),
+        f"eval/{name}/reward": sum(rewards) / count,
         f"eval/{name}/exact": sum(exact) / count,
+        **bounds,
         f"eval/{name}/valid": sum(grade.outcome == "scored" for grade in grades) / count,
         **counts,
     }
