@@ -21,6 +21,8 @@ from reflux_runs.load import load_document
 from reflux_runs.translate import to_message
 
 HANG_SECONDS = 150.0
+LEAN = {"engines": 1, "rollout_workers": 1}
+"""Fleet of a run that is not about its fleet: fewer processes to wait for."""
 ENDED = (Run.STATE_SUCCEEDED, Run.STATE_FAILED, Run.STATE_CANCELLED)
 
 

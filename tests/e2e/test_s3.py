@@ -7,7 +7,7 @@ import sys
 import time
 
 import pytest
-from e2e_stack import HANG_SECONDS, Harness, small_run
+from e2e_stack import HANG_SECONDS, LEAN, Harness, small_run
 
 from reflux.trainer.v1 import trainer_service_pb2 as trainer_pb
 from reflux.trainer.v1.run_pb2 import Run
@@ -65,7 +65,7 @@ async def test_a_run_resumes_on_a_fresh_stack_from_what_it_streamed_to_s3(s3, tm
     stack.start(tmp_path / "first", die_with_parent=True)
     try:
         first = Harness(tmp_path / "first")
-        name = (await first.create(small_run("on-s3", rl={"steps": 400}))).name
+        name = (await first.create(small_run("on-s3", rl={"steps": 400}, fleet=LEAN))).name
         await first.wait_step(name, 4)
         async with connection.channel("trainer") as channel:
             await TrainerServiceStub(channel).CancelRun(trainer_pb.CancelRunRequest(name=name))
@@ -80,7 +80,8 @@ async def test_a_run_resumes_on_a_fresh_stack_from_what_it_streamed_to_s3(s3, tm
     try:
         second = Harness(tmp_path / "second")
         steps = cancelled.step + 3
-        again = await second.create(small_run("on-s3", rl={"steps": steps}), resume_run=name.removeprefix("runs/"))
+        document = small_run("on-s3", rl={"steps": steps}, fleet=LEAN)
+        again = await second.create(document, resume_run=name.removeprefix("runs/"))
         ended = await second.wait_end(again.name)
         assert ended.state == Run.STATE_SUCCEEDED, ended.message
         summary = second.summary(ended)
