@@ -95,8 +95,11 @@ def test_a_laboratory_checks_an_answer_about_its_own_pattern(objcryst: None, tmp
     def check(*phases: str) -> Result:
         return CliRunner().invoke(tasks, ["check", "xrd", str(pattern), *phases, "--candidates", str(candidates)])
 
-    right, short = check("NiO", "ZnO"), check("NiO")
+    right, short = check("NiO=0.5", "ZnO=0.5"), check("NiO")
     assert right.exit_code == 0
+    refined = {name: phase["mass_fraction"] for name, phase in json.loads(right.stdout)["phases"].items()}
+    off = max(abs(fraction - 0.5) for fraction in refined.values())
+    assert json.loads(right.stdout)["fractions"] == pytest.approx(min(1, max(0, (0.15 - off) / 0.1)), abs=0.01)
     assert json.loads(right.stdout)["accepted"] is True
     assert set(json.loads(right.stdout)["phases"]) == {"NiO", "ZnO"}
     assert (short.exit_code, json.loads(short.stdout)["accepted"]) == (1, False)

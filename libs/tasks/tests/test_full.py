@@ -23,7 +23,7 @@ from reflux_tasks.xrd.task import XrdTask
 
 @pytest.fixture(scope="module")
 def pair(mixtures: XrdTask) -> dict:
-    """Two phases, one of them orthorhombic, both strained; one distractor element at most."""
+    """Two phases, hexagonal and trigonal, both strained; one distractor element at most."""
     return mixtures.truth(mixtures.problem("heldout", 3))
 
 
