@@ -149,8 +149,6 @@ def _refusal(names: Sequence[str], asked: MeasuredPayload) -> str:
     """Why an answer is not worth a refinement; empty when it is."""
     if len(names) > MAX_PHASES:
         return f"more than {MAX_PHASES} phases"
-    if len(set(names)) < len(names):
-        return SAME
     if any(name not in asked.candidates for name in names):
         return "a phase that is no candidate"
     chosen = [asked.candidates[name] for name in names]
