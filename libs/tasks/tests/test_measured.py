@@ -153,6 +153,7 @@ def test_claimed_fractions_earn_their_part_by_how_far_the_worst_is_off(
     weighed = {**payload, "weighed": {"TiO2": 0.4, "ZnO": 0.6}}
     right, off, wrong, partial = verifier.grade(weighed, [f"{claim} <eos>" for claim in claims])
     assert [right.reward, off.reward, wrong.reward] == pytest.approx([score, 0.85 * score, 0.7 * score], abs=1e-3)
+    assert [grade.detail["exact"] for grade in (right, off, wrong)] == [1, 1, 1], "of phases, not of fractions"
     assert (partial.outcome, "all or none" in partial.detail["reason"]) == ("invalid", True)
     [of_refined] = verifier.grade(payload, ["TiO2 0.36 <sep> ZnO 0.64 <eos>"])
     assert of_refined.reward == pytest.approx(score, abs=1e-3), "without weighed fractions the refined ones count"

@@ -118,6 +118,8 @@ def _graded(asked: MeasuredPayload, names: Sequence[str], answer: MeasuredAnswer
     if answer.fractions is not None:
         true = asked.weighed or {phase.name: phase.mass_fraction for phase in verdict.fit.phases}
         detail["fractions"] = fraction_score(dict(zip(names, answer.fractions, strict=True)), true)
+    right = asked.weighed is None or set(names) == set(asked.weighed)
+    detail["exact"] = int(verdict.accepted and right)
     share = 1 - FRACTION_SHARE + FRACTION_SHARE * detail["fractions"]
     return Grade("scored", verdict.score * share, detail)
 
