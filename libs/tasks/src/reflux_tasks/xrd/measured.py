@@ -23,7 +23,9 @@ FRACTION_SHARE = 0.3
 RIGHT_FRACTION, WRONG_FRACTION = 0.05, 0.15
 """Claims whose worst phase is off by this much earn all of that part, or none of it."""
 MAX_RIVALS = 3
-"""Candidates that are refined in place of an answer's phase: the nearest in cell."""
+"""Sets that are refined beside an answer's, each with one phase replaced by a candidate of its type and cell."""
+RIVAL_MARGIN = 0.002
+"""R_wb by which such a set must fit better: where two cannot be told apart, both earn."""
 SAME = "a phase twice"
 OVERLAP = "two phases of one structure type whose lines overlap"
 
@@ -96,11 +98,10 @@ class MeasuredVerifier(Verifier):
     def _judged(self, asked: MeasuredPayload, names: Sequence[str], known: dict[frozenset[str], Verdict]) -> Verdict:
         """The verdict on a set, or that another set of the same types is the better one."""
         verdict = self._refined(asked, names, known)
-        for name in () if verdict.gate else names:
-            for rival in rivals(name, names, asked):
-                swapped = self._refined(asked, [rival if each == name else each for each in names], known)
-                if swapped.rank < verdict.rank:
-                    return Verdict(f"{name}: {rival} of the same structure type fits better", verdict.fit)
+        for name, rival in () if verdict.gate else rivals(names, asked):
+            swapped = self._refined(asked, [rival if each == name else each for each in names], known)
+            if not swapped.gate and swapped.cost < verdict.cost - RIVAL_MARGIN:
+                return Verdict(f"{name}: {rival} of the same structure type fits better", verdict.fit)
         return verdict
 
     def _refined(self, asked: MeasuredPayload, names: Sequence[str], known: dict[frozenset[str], Verdict]) -> Verdict:
@@ -180,13 +181,13 @@ def _cell_distance(one: Structure, other: Structure) -> float:
     return float(np.abs(np.array(one.candidate.cell) / np.array(other.candidate.cell) - 1).max())
 
 
-def rivals(name: str, names: Sequence[str], asked: MeasuredPayload) -> list[str]:
-    """Candidates of the type and cell of a phase that the sample could hold instead of it, the nearest cells first."""
-    phase = asked.candidates[name]
+def rivals(names: Sequence[str], asked: MeasuredPayload) -> list[tuple[str, str]]:
+    """Phases of a set with candidates of their type and cell that the sample could hold instead, the nearest cells."""
     found = [
-        (_cell_distance(phase, other), key)
+        (_cell_distance(asked.candidates[name], other), name, key)
+        for name in names
         for key, other in asked.candidates.items()
-        if key not in names and other.phase.formula != phase.phase.formula and asked.allows(other)
-        if _overlap(phase, other)
+        if key not in names and other.phase.formula != asked.candidates[name].phase.formula and asked.allows(other)
+        if _overlap(asked.candidates[name], other)
     ]
-    return [key for _, key in sorted(found)[:MAX_RIVALS]]
+    return [(name, key) for _, name, key in sorted(found)[:MAX_RIVALS]]
