@@ -69,7 +69,11 @@ def test_padding_an_answer_earns_nothing(task: XrdTask, pair: dict, verifier: Su
     grades = dict(zip(cheats, verifier.grade(pair, [format_answer(cheat) for cheat in cheats.values()]), strict=True))
     assert all(grade.reward < honest.reward for grade in grades.values())
     assert grades["duplicate"].detail["gate"] == "a phase twice"
-    assert grades["everything"].reward == 0
+    assert (grades["everything"].reward, grades["everything"].detail["gate"]) == (0, "more than 5 phases")
+    padded = grades["three more"]
+    assert padded.detail["idle"] >= 1, "phases that explain next to nothing"
+    expected = 1 - padded.detail["profile_r"] ** 2 - 0.05 * (len(true) + 2) - 0.1 * padded.detail["idle"]
+    assert padded.reward == pytest.approx(max(0.0, expected), abs=1e-4)
 
 
 def test_a_foreign_element_earns_nothing(pair: dict, verifier: SurrogateVerifier) -> None:

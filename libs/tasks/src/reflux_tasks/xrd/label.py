@@ -42,7 +42,7 @@ def _grade(words: Sequence[str], true_labels: set[str], allowed: frozenset[str])
         named = parse_answer(words)
     except InvalidAnswer as error:
         return Grade("invalid", 0.0, {"reason": str(error)})
-    hits = len(true_labels & {phase.text for phase in named if phase.elements <= allowed})
+    hits = len(true_labels & {phase.text for phase in named})
     extras = len(named) - hits
     foreign = sorted({element for phase in named for element in phase.elements - allowed})
     detail = {
