@@ -49,10 +49,11 @@ async def test_an_adapter_of_a_language_model_is_trained_in_chats(harness, tmp_p
 @pytest.mark.skipif(not SMOLLM2.is_dir(), reason="no SmolLM2: `make demo-smollm2` or deploy/engines/model.sh makes it")
 async def test_the_example_of_smollm2_goes_on_after_its_learner_was_killed(harness):
     document = load_file(EXAMPLE).model_dump(exclude_none=True)
+    document["task"] |= {"num_phases": 4}
     document["model"] |= {"path": str(SMOLLM2)}
-    document["warmup"] |= {"steps": 12}
-    document["rl"] |= {"steps": 2, "ramp_steps": 1}
-    document["evaluation"] |= {"prompts": 4, "intermediate_prompts": 4}
+    document["warmup"] |= {"batch_size": 4}
+    document["rl"] |= {"steps": 2, "groups_per_step": 2}
+    document["evaluation"] |= {"prompts": 2, "intermediate_prompts": 2}
     document["checkpoint"] |= {"every_steps": 1}
     created = await harness.create(document)
     run = await harness.wait_step(created.name, 1)
@@ -61,5 +62,6 @@ async def test_the_example_of_smollm2_goes_on_after_its_learner_was_killed(harne
     assert ended.state == Run.STATE_SUCCEEDED, ended.message
     assert harness.summary(ended)["ledger"]["violations"] == []
     steps = rl_steps(Path(ended.folder))
-    assert [metrics["version"] for metrics in steps] == [13, 14]
+    warmed_up = document["warmup"]["steps"]
+    assert [metrics["version"] for metrics in steps] == [warmed_up + 1, warmed_up + 2]
     assert steps[0]["logprob_gap_max"] < 1e-3

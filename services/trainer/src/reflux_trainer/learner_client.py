@@ -115,7 +115,7 @@ class LearnerClient:
             self._acknowledged(op_id)
 
     async def forward_backward(self, request: pb.ForwardBackwardRequest) -> pb.ForwardBackwardResponse:
-        """Adds gradients of a logged batch."""
+        """Adds gradients of a logged batch; whether they are an adapter's is the source's matter, not the log's."""
         request.adapter = self._source.adapter
         with self._waits.on("train", "the learner's ForwardBackward"):
             answer = await self._call(lambda stub: stub.ForwardBackward(request, timeout=oplog.COMPUTE_SECONDS))
