@@ -38,6 +38,12 @@ CATALOG = Catalog(
         ("[rl]\nbatch_size = 100", "rl.batch_size", 100, "256"),
         ("[rl]\nbatch_size = 128", "rl.batch_size", 128, "256"),
         ("[rl]\nsamples_per_group = 1", "rl.samples_per_group", 1, "8"),
+        (
+            '[rl]\nalgorithm = "reinforce_pp"\nrelease = "surrogate"\nverifier = "full"',
+            "rl.release",
+            "surrogate",
+            "full",
+        ),
         ("[rl]\nmax_tokens = 60", "rl.max_tokens", 60, "45 or less"),
         ("[rl]\nramp_steps = 500", "rl.ramp_steps", 500, "15"),
         ('[rl]\nverifier = "lable"', "rl.verifier", "lable", '"label"'),
@@ -59,6 +65,11 @@ def test_a_bad_run_file_is_refused_with_key_value_and_a_value_that_would_work(te
     assert works in refusal.works
     assert key in str(caught.value)
     assert "would work" in str(caught.value)
+
+
+def test_an_algorithm_without_groups_takes_one_answer_per_prompt():
+    text = '[rl]\nalgorithm = "reinforce_pp"\nsamples_per_group = 1\ngroups_per_step = 256'
+    assert preflight(load_text(text), CATALOG).samples_per_step == 256
 
 
 def test_all_refusals_are_reported_at_once():

@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -10,11 +11,11 @@ from hypothesis import strategies as st
 
 from reflux_kit.errors import WrongState
 from reflux_runs import config
-from reflux_runs.config import Algorithm, RlConfig, RunConfig
+from reflux_runs.config import RlConfig, RunConfig
 from reflux_runs.preflight import derive
 from reflux_trainer.advantages import advantages_of, loss_config, training_batch
-from reflux_trainer.algo.registry import Algorithm as Known
-from reflux_trainer.backlog import Backlog, closing_of
+from reflux_trainer.algo.registry import ALGORITHMS
+from reflux_trainer.backlog import Backlog, closing_of, closing_without_groups
 from reflux_trainer.consume import explain
 from reflux_trainer.evaluate import set_figures
 from reflux_trainer.figures import lag_counts
@@ -160,7 +161,7 @@ def test_the_learning_rate_ramps_up_and_decays_to_its_floor():
 
 
 def test_the_run_file_offers_exactly_the_estimators_and_policies_that_exist():
-    assert Algorithm == Known
+    assert get_args(config.Algorithm) == (*ALGORITHMS, "reinforce_pp")
     assert config.Staleness == Staleness
 
 
@@ -171,6 +172,17 @@ def test_unknown_rewards_are_left_out_of_the_batch_and_of_the_baseline():
     assert [completion.advantage for completion in sent.completions] == pytest.approx([0.707106, -0.707106], abs=1e-5)
     assert advantages[0][1] == 0
     assert np.isclose(advantages[0].sum(), 0)
+
+
+def test_without_groups_a_step_is_compared_as_one_and_equal_rewards_teach():
+    groups = [group(0, (1.0, 1.0)), group(1, (0.0, None)), group(2, (None, None))]
+    assert [closing_without_groups(each) for each in groups] == [None, None, "unknown"]
+    request, advantages = training_batch(7, "run", groups[:2], RlConfig(algorithm="reinforce_pp"))
+    tokens = len(groups[0].samples[0].token_ids)
+    returns = np.repeat([1.0, 1.0, 0.0], tokens)
+    expected = (np.array([1.0, 1.0, 0.0]) - returns.mean()) / returns.std(ddof=1)
+    assert np.concatenate(advantages) == pytest.approx([*expected, 0.0], abs=1e-6)
+    assert [len(sent.completions) for sent in request.groups] == [2, 1]
 
 
 def test_the_aggregation_follows_the_method():
@@ -195,8 +207,8 @@ def test_answers_that_are_nearly_too_long_lose_reward_and_unknown_ones_stay_unkn
     samples = [replace(sample, token_ids=[5] * n) for sample, n in zip(one.samples, lengths, strict=True)]
     shaped = RlConfig(algorithm="dr_grpo", max_tokens=8, overlong_buffer=4, overlong_penalty=0.5)
     asked = replace(one, samples=samples)
-    assert advantages_of(asked, shaped) == pytest.approx([0.25, -0.25, 0.0])
-    assert not advantages_of(asked, RlConfig(algorithm="dr_grpo", max_tokens=8)).any()
+    assert advantages_of([asked], shaped)[0] == pytest.approx([0.25, -0.25, 0.0])
+    assert not advantages_of([asked], RlConfig(algorithm="dr_grpo", max_tokens=8))[0].any()
 
 
 def test_the_largest_batch_that_a_run_file_may_ask_for_fits_its_bound():

@@ -89,6 +89,15 @@ async def test_lag_zero_publishes_before_it_rolls_out(world):
     assert lags == [0.0] * 4
 
 
+async def test_one_answer_per_prompt_is_enough_where_rewards_are_compared_over_the_step(world):
+    async with world.trainer() as stub:
+        rl = {"algorithm": "reinforce_pp", "samples_per_group": 1, "groups_per_step": 4}
+        run = await create(stub, config(rl=rl))
+        events = await finish(world, stub, run)
+    assert events[-1].run.state == run_pb2.Run.STATE_SUCCEEDED
+    assert all(len(group.completions) == 1 for batch in world.learner.batches for group in batch.groups)
+
+
 async def test_every_second_version_asks_learner_and_replicas_to_score_one_prompt(world):
     async with world.trainer() as stub:
         run = await create(stub, config(fleet={"probe_every": 2}))

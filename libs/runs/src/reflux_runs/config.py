@@ -10,7 +10,7 @@ Share = Annotated[float, Field(ge=0.0, le=1.0)]
 Rate = Annotated[float, Field(gt=0.0, le=1.0)]
 Seconds = Annotated[float, Field(gt=0.0, le=86_400.0)]
 
-Algorithm = Literal["grpo", "dr_grpo", "rloo", "leave_one_out"]
+Algorithm = Literal["grpo", "dr_grpo", "rloo", "leave_one_out", "reinforce_pp"]
 Loss = Literal["ppo", "dual_clip", "reinforce", "cispo", "gspo", "gspo_token", "importance_sampling", "decoupled_ppo"]
 Staleness = Literal["wait", "pace", "drop"]
 Release = Literal["full", "surrogate"]
@@ -108,8 +108,10 @@ class RlConfig(_Section):
     """Reinforcement learning."""
 
     algorithm: Algorithm = "grpo"
-    """Advantage estimator over the rewards of one group. With `dr_grpo` the loss divides every answer by the constant
-    length `max_tokens` (arXiv 2503.20783); the others average over all tokens of the batch."""
+    """Advantage estimator over the rewards of one group. `reinforce_pp` compares with all answers of the step instead:
+    one answer per prompt is enough, and a group of equal rewards teaches, too (arXiv 2501.03262, without its KL).
+    With `dr_grpo` the loss divides every answer by the constant length `max_tokens` (arXiv 2503.20783); the others
+    average over all tokens of the batch."""
 
     loss: Loss = "ppo"
     """Policy loss per token. `gspo` and `gspo_token` average over the tokens of each answer, then over the answers

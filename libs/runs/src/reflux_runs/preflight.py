@@ -166,10 +166,13 @@ def _batch(config: RunConfig) -> list[Refusal]:
     elif rl.batch_size not in (None, size):
         reason = f"is not rl.groups_per_step * rl.samples_per_group = {rl.groups_per_step} * {rl.samples_per_group}"
         found.append(Refusal("rl.batch_size", rl.batch_size, reason, str(size)))
-    needed = 3 if rl.algorithm == "leave_one_out" else 2
+    needed = {"leave_one_out": 3, "reinforce_pp": 1}.get(rl.algorithm, 2)
     if rl.samples_per_group < needed:
         reason = f"{rl.algorithm} compares answers of one prompt and needs at least {needed}"
         found.append(Refusal("rl.samples_per_group", rl.samples_per_group, reason, "8"))
+    if rl.algorithm == "reinforce_pp" and rl.release == "surrogate":
+        reason = 'is corrected group by group, and algorithm = "reinforce_pp" compares over the whole step'
+        found.append(Refusal("rl.release", rl.release, reason, '"full"'))
     if rl.oversampling > 1 and rl.staleness != "drop":
         reason = f'asks for prompts that staleness = "{rl.staleness}" would wait for: only "drop" discards'
         found.append(Refusal("rl.oversampling", rl.oversampling, reason, "1.0"))

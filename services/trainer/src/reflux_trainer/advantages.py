@@ -8,6 +8,7 @@ from reflux.trainer.v1 import learner_service_pb2 as pb
 from reflux_runs.config import RlConfig
 from reflux_trainer.algo.overlong import overlong_penalty
 from reflux_trainer.algo.registry import ADVANTAGES
+from reflux_trainer.algo.reinforce_pp import reinforce_pp_advantages
 from reflux_trainer.algo.rewards import Rewards
 from reflux_trainer.backlog import rewards_of
 from reflux_trainer.queue.records import Group
@@ -23,9 +24,27 @@ def shaped(group: Group, rewards: Rewards, config: RlConfig) -> Rewards:
     )
 
 
-def advantages_of(group: Group, config: RlConfig) -> np.ndarray:
-    """Advantages [samples] of the shaped rewards; 0 where the reward is unknown."""
-    return ADVANTAGES[config.algorithm](shaped(group, rewards_of(group), config))
+def advantages_of(groups: Sequence[Group], config: RlConfig) -> list[np.ndarray]:
+    """Advantages [samples] of each group of a step, from its shaped rewards; 0 where the reward is unknown."""
+    rewards = [shaped(group, rewards_of(group), config) for group in groups]
+    if config.algorithm == "reinforce_pp":
+        return _over_the_step(groups, rewards)
+    return [ADVANTAGES[config.algorithm](rewards_G) for rewards_G in rewards]
+
+
+def _over_the_step(groups: Sequence[Group], rewards: Sequence[Rewards]) -> list[np.ndarray]:
+    """REINFORCE++ with rewards at the last token and no discount: all tokens of an answer have one advantage."""
+    advantages = [np.zeros(rewards_G.shape) for rewards_G in rewards]
+    chosen = [
+        (row, place, len(sample.token_ids))
+        for row, group in enumerate(groups)
+        for place, sample in enumerate(group.samples)
+        if sample.token_ids and not np.isnan(rewards[row][place])
+    ]
+    per_token = [np.append(np.zeros(tokens - 1), rewards[row][place]) for row, place, tokens in chosen]
+    for (row, place, _), values in zip(chosen, reinforce_pp_advantages(per_token), strict=True):
+        advantages[row][place] = values[0]
+    return advantages
 
 
 def loss_config(config: RlConfig) -> pb.LossConfig:
@@ -48,7 +67,7 @@ def training_batch(
     op_id: int, model_id: str, groups: Sequence[Group], config: RlConfig
 ) -> tuple[pb.ForwardBackwardRequest, list[np.ndarray]]:
     """The request of one step and the advantages of each group."""
-    advantages = [advantages_of(group, config) for group in groups]
+    advantages = advantages_of(groups, config)
     request = pb.ForwardBackwardRequest(
         op_id=op_id,
         model_id=model_id,

@@ -11,7 +11,7 @@ from typing import Any
 from reflux_runs.preflight import preflight
 from reflux_tasks.task import Task
 from reflux_trainer import folder
-from reflux_trainer.backlog import Backlog
+from reflux_trainer.backlog import Backlog, closing_of, closing_without_groups
 from reflux_trainer.checkpointing import Checkpoints, from_message
 from reflux_trainer.clients.generation import Generator
 from reflux_trainer.clients.verification import Verifications, open_verifications
@@ -192,7 +192,8 @@ class Assembly:
         )
         opened = await self._queue.opened()
         window.issued(len(opened))
-        return window, Backlog(policy, next_index=cursor.next_prompt_index, opened=opened)
+        closing = closing_without_groups if rl.algorithm == "reinforce_pp" else closing_of
+        return window, Backlog(policy, next_index=cursor.next_prompt_index, opened=opened, closing=closing)
 
     async def worker_beats(self) -> dict[str, int]:
         """Heartbeats of the rollout workers."""

@@ -1,6 +1,6 @@
 """Which prompts are open and which groups have arrived, without those that teach nothing."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
 
@@ -25,12 +25,26 @@ def closing_of(arrival: Arrival) -> Closing | None:
     return None if has_signal(rewards) else "filtered"
 
 
+def closing_without_groups(arrival: Arrival) -> Closing | None:
+    """The same where rewards are compared over the whole step: one known reward teaches."""
+    if isinstance(arrival, DeadPrompt):
+        return "dead"
+    return "unknown" if np.isnan(rewards_of(arrival)).all() else None
+
+
 class Backlog:
     """Open prompts and the groups that have arrived for them. Pure; which of them make a batch is the policy's."""
 
-    def __init__(self, policy: StalenessPolicy, *, next_index: int, opened: Mapping[int, int]) -> None:
+    def __init__(
+        self,
+        policy: StalenessPolicy,
+        *,
+        next_index: int,
+        opened: Mapping[int, int],
+        closing: Callable[[Arrival], Closing | None] = closing_of,
+    ) -> None:
         """`opened`: weight versions at issue of the prompts that are open already; `next_index` was never issued."""
-        self._policy = policy
+        self._policy, self._closing = policy, closing
         self._versions = dict(opened)
         self._arrived: dict[int, Group] = {}
         self._next_index = next_index
@@ -48,7 +62,7 @@ class Backlog:
         """
         if arrival.index not in self._versions:
             return None
-        closing = closing_of(arrival)
+        closing = self._closing(arrival)
         if closing:
             del self._versions[arrival.index]
             return closing

@@ -175,7 +175,7 @@ async def test_a_correction_leaves_the_penalty_of_long_answers_as_it_was_trained
     shaping = {"algorithm": "dr_grpo", "max_tokens": 4, "overlong_buffer": 4, "overlong_penalty": 0.5}
     long = Sample([4, 1, 1, 1], [-0.5] * 4, "stop", [Span(0, 0, 4)])
     one = replace(group(0), samples=[group(0).samples[0], long])
-    advantages = advantages_of(one, RlConfig(**shaping))
+    advantages = advantages_of([one], RlConfig(**shaping))[0]
     assert advantages == pytest.approx([-0.375, 0.375])  # the penalties are 0.25 and 0.5
     await corrections(**shaping).trained(1, Batch([one], [], 1), [advantages])
     await store.settle({0: final}, "1-0")

@@ -3,7 +3,7 @@
 import logging
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import grpc
 import numpy as np
@@ -12,6 +12,7 @@ from reflux.sandbox.v1 import ladder_service_pb2 as ladder_pb
 from reflux.trainer.v1 import learner_service_pb2 as pb
 from reflux_runs.config import RlConfig
 from reflux_trainer.advantages import loss_config, prompt_group, shaped
+from reflux_trainer.algo.registry import Algorithm
 from reflux_trainer.algo.rewards import Rewards, has_signal
 from reflux_trainer.consume import Batch
 from reflux_trainer.late.correction import CorrectionPolicy, correct, scaled
@@ -71,7 +72,8 @@ class Corrections:
         self._ladders = ladders
         self._model_id = model_id
         self._config = config
-        self._policy = CorrectionPolicy(algorithm=config.algorithm, max_lag=config.correction_lag)
+        algorithm = cast(Algorithm, config.algorithm)  # preflight refuses the one that needs the whole step
+        self._policy = CorrectionPolicy(algorithm=algorithm, max_lag=config.correction_lag)
         self._counts: Counter[str] = Counter()
         self._undone = False
 
