@@ -14,7 +14,7 @@ from reflux_tasks.xrd import measured
 from reflux_tasks.xrd.measured import MeasuredVerifier, clash, fraction_score
 from reflux_tasks.xrd.measured_payload import measured_payload, named_payload
 from reflux_tasks.xrd.profile import Profile
-from reflux_tasks.xrd.refinement import Candidate, Fit, refine
+from reflux_tasks.xrd.refinement import Candidate, Fit, RefinementRefused, refine
 from reflux_tasks.xrd.structure_files import SHIPPED, read_text
 
 pytestmark = pytest.mark.timeout(600)
@@ -182,6 +182,26 @@ def test_a_neighbour_in_the_periodic_table_earns_nothing_beside_the_phase_it_sta
     assert right.reward == honest.reward
 
 
+def test_a_neighbour_that_cannot_be_refined_is_no_better(
+    verifier: MeasuredVerifier, payload: dict[str, Any], honest: Grade, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    once = measured.refine
+
+    def refuse(profile: Profile, candidates: Sequence[Candidate], *more: Any) -> Fit:
+        if any(each.name == "CdO" for each in candidates):
+            raise RefinementRefused("too many reflections")
+        return once(profile, candidates, *more)
+
+    monkeypatch.setattr(measured, "refine", refuse)
+    cadmium = (SHIPPED / "ZnO.cif").read_text().replace("Zn", "Cd")
+    both = {**payload, "candidates": {**payload["candidates"], "CdO": cadmium}}
+    assert verifier.grade(both, ["TiO2 <sep> ZnO <eos>"])[0].reward == honest.reward
+
+
+def test_an_empty_folder_of_candidates_leaves_the_verifier_usable(objcryst: Path, tmp_path: Path) -> None:
+    MeasuredVerifier(objcryst, warm=tmp_path).prepare()
+
+
 def test_a_pattern_can_be_named_with_the_hash_of_its_bytes(
     objcryst: Path, tmp_path: Path, payload: dict[str, Any], honest: Grade, xrd_data: Path
 ) -> None:
@@ -232,6 +252,7 @@ def test_phases_of_one_type_whose_cells_reach_each_other_cannot_be_told_apart() 
         {"candidates": 3},
         {"candidates": {"x": "data_"}},
         {"elements": 3},
+        {"elements": "ZnO"},
         {"weighed": {"ZnO": 0.4}},
         {"weighed": {"NiO": 1.0}},
         {"pattern_file": "a.xy"},

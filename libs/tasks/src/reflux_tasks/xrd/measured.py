@@ -1,6 +1,7 @@
 """The verifier for a laboratory's own pattern: phase sets out of its own structures, by Rietveld refinement."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from itertools import combinations
 from pathlib import Path
 from typing import Any, ClassVar
@@ -9,7 +10,7 @@ import numpy as np
 
 from reflux_tasks import progress
 from reflux_tasks.canonical import Form
-from reflux_tasks.verify import Answer, Fidelity, Grade, Verifier
+from reflux_tasks.verify import Answer, Fidelity, Grade, VerificationError, Verifier
 from reflux_tasks.wording import InvalidAnswer
 from reflux_tasks.xrd.bounded import OverLimit, call_bounded
 from reflux_tasks.xrd.measured_answers import MeasuredAnswer, parse_measured_answer
@@ -65,7 +66,8 @@ class MeasuredVerifier(Verifier):
 
         self.python = self.python or system_python()
         if self.warm is not None:
-            read_folder(self.warm)
+            with suppress(OSError):  # payloads bring their candidates
+                read_folder(self.warm)
 
     def canonical(self, payload: Mapping[str, Any], answer: str) -> str | None:
         """Sorted names with their claims; a structure as CIF stands for itself."""
@@ -99,7 +101,10 @@ class MeasuredVerifier(Verifier):
         """The verdict on a set, or that another set of the same types is the better one."""
         verdict = self._refined(asked, names, known)
         for name, rival in () if verdict.gate else rivals(names, asked):
-            swapped = self._refined(asked, [rival if each == name else each for each in names], known)
+            try:
+                swapped = self._refined(asked, [rival if each == name else each for each in names], known)
+            except VerificationError:  # what cannot be refined is no better
+                continue
             if not swapped.gate and swapped.cost < verdict.cost - RIVAL_MARGIN:
                 return Verdict(f"{name}: {rival} of the same structure type fits better", verdict.fit)
         return verdict

@@ -86,7 +86,7 @@ def parse_measured_payload(payload: Mapping[str, Any], folder: Path | None) -> M
     try:
         profile = _named(payload, folder) if "pattern_file" in payload else _inline(payload)
         texts = {str(name): str(text) for name, text in payload.get("candidates", _shipped()).items()}
-        elements = frozenset(map(str, payload["elements"])) if "elements" in payload else None
+        elements = frozenset(_symbols(payload["elements"])) if "elements" in payload else None
         weighed = {str(name): float(value) for name, value in payload.get("weighed", {}).items()}
     except (KeyError, TypeError, ValueError, AttributeError, OSError) as error:
         raise ValueError(f"not a payload of this verifier: {error!r}") from error
@@ -99,6 +99,12 @@ def parse_measured_payload(payload: Mapping[str, Any], folder: Path | None) -> M
     return MeasuredPayload(
         profile, {name: read_text(name, text) for name, text in texts.items()}, elements, weighed or None
     )
+
+
+def _symbols(elements: Any) -> list[str]:
+    if not isinstance(elements, list) or not all(isinstance(symbol, str) for symbol in elements):
+        raise ValueError("elements must be a list of symbols")
+    return elements
 
 
 def _inline(payload: Mapping[str, Any]) -> Profile:
