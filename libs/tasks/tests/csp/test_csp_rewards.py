@@ -12,7 +12,7 @@ from reflux_tasks.csp.full import RelaxedVerifier
 from reflux_tasks.csp.metrics import csp_figures
 from reflux_tasks.csp.payload import parse_truth
 from reflux_tasks.csp.rule import RuleVerifier
-from reflux_tasks.csp.surrogate import FLOOR, WORST, SurrogateVerifier, clip_energy, energy_score
+from reflux_tasks.csp.surrogate import FLOOR, WORST, SurrogateVerifier, clip_energy, energy_score, match_score
 from reflux_tasks.csp.task import CspProblem, CspTask
 from reflux_tasks.verify import Grade
 
@@ -106,6 +106,12 @@ def test_a_relaxed_structure_is_compared_with_what_competes(
     assert grades[0].reward > 0.97
     assert grades[0].detail["converged"] == 1
     assert grades[1].reward < grades[0].reward - 0.3
+
+
+def test_a_loose_match_is_worth_little() -> None:
+    assert [match_score(found) for found in (("x", 0.0), ("x", 0.4), ("x", 0.6), None)] == pytest.approx(
+        [1.0, 0.04, 0.0, 0.0]
+    )
 
 
 def test_energies_out_of_range_are_clipped_flagged_and_worthless() -> None:
