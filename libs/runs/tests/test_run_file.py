@@ -1,3 +1,4 @@
+import json
 from pathlib import Path
 
 import pytest
@@ -51,7 +52,15 @@ CATALOG = Catalog(
         ("[rl]\nverify_seconds = 600.0", "rl.no_progress_seconds", 180.0, "900"),
         ('[task]\nname = "go"', "task.name", "go", '"xrd-phase-id"'),
         ("[model]\nhidden_size = 100\nnum_heads = 3", "model.hidden_size", 100, "102"),
-        ('[model]\npath = "/nonexistent"', "model.path", "/nonexistent", "Hugging Face"),
+        ('[model]\npath = "/nonexistent"', "model.path", "/nonexistent", "make demo-smollm2"),
+        ('[task]\nprompt = "chat"', "task.prompt", "chat", "model.path"),
+        ("deterministic = true\n[rl]\nmax_lag = 0\n[model]\nlora_rank = 8", "model.lora_rank", 8, "0"),
+        (
+            '[model]\nlora_rank = 8\nlora_targets = "attention+mlp+unembed"',
+            "model.lora_targets",
+            "attention+mlp+unembed",
+            "attention+mlp",
+        ),
         ("[evaluation]\nprompts = 10", "evaluation.surrogate_prompts", 64, "10"),
         ("rl.steps = = 3", "file", "", "rl.steps = 150"),
     ],
@@ -114,10 +123,21 @@ def test_the_written_toml_reads_back_to_the_same_configuration():
     assert load_text(dump_text(config)) == config
 
 
-def test_a_model_folder_without_tokenizer_is_refused_by_file(tmp_path):
-    (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"no tokenizer\.json"):
-        preflight(load_document({"model": {"path": str(tmp_path)}}), CATALOG)
+def test_an_incomplete_model_folder_is_refused_by_the_file_that_it_lacks(tmp_path):
+    def lacks(name):
+        with pytest.raises(ConfigError, match=f"has no {name}"):
+            preflight(load_document({"model": {"path": str(tmp_path)}}), CATALOG)
+
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        lacks(name)
+        (tmp_path / name).write_text("{}")
+    lacks("model.safetensors")
+    shards = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(shards))
+    (tmp_path / "model-1.safetensors").write_bytes(b"")
+    lacks("model-2.safetensors")
+    (tmp_path / "model-2.safetensors").write_bytes(b"")
+    preflight(load_document({"model": {"path": str(tmp_path)}}), CATALOG)
 
 
 def test_unset_fields_of_a_message_take_the_defaults_and_zero_is_not_unset():

@@ -114,9 +114,3 @@ def test_a_tokenizer_of_other_words_is_named_before_anything_starts(tmp_path: Pa
     config = load_document({"task": {"name": "counting"}, "model": {"path": str(folder)}})
     with pytest.raises(ConfigError, match=r"cannot encode .* task\.prompt"):
         with_prompt(Catalog(), config, counting)
-
-
-def test_a_fresh_model_is_asked_in_words_only(counting: Task[Any]) -> None:
-    config = load_document({"task": {"name": "counting", "prompt": "chat"}})
-    with pytest.raises(ConfigError, match=r"task\.prompt"):
-        with_prompt(Catalog(), config, counting)

@@ -220,6 +220,9 @@ def _model(config: RunConfig, catalog: Catalog) -> list[Refusal]:
             return [refusal]
     else:
         context = FRESH_CONTEXT_TOKENS
+        if config.task.prompt != "words":
+            reason = "needs a language model, and a fresh one knows the task's words only"
+            return [Refusal("task.prompt", config.task.prompt, reason, '"words", or model.path')]
         if model.hidden_size % (2 * model.num_heads):
             reason = f"does not divide into model.num_heads = {model.num_heads} heads of even size"
             fitting = max(1, round(model.hidden_size / (2 * model.num_heads))) * 2 * model.num_heads

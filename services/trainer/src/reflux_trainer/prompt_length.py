@@ -22,9 +22,6 @@ def with_prompt(known: Catalog, config: RunConfig, task: Task[Any]) -> Catalog:
     """
     folder = Path(config.model.path)
     if not config.model.path:
-        if config.task.prompt != "words":
-            reason = "needs a language model, and a fresh one knows the task's words only"
-            raise ConfigError((Refusal("task.prompt", config.task.prompt, reason, '"words", or model.path'),))
         length = len(task.prompt_words(task.problem("train", 0)))
     elif not (folder / "tokenizer.json").is_file() or not (folder / "tokenizer_config.json").is_file():
         return known
