@@ -33,7 +33,7 @@ def simulated(structures: list[Structure], shift: float = 0.0) -> Profile:
     return Profile(two_theta, np.random.default_rng(1).poisson(total).astype(float))
 
 
-@pytest.mark.parametrize("true", [("NiO", "V2O5"), ("Bi2O3", "Li2CO3")])
+@pytest.mark.parametrize("true", [("NiO", "V2O5"), pytest.param(("Bi2O3", "Li2CO3"), marks=pytest.mark.slow)])
 def test_the_surrogate_puts_the_true_set_first(shipped: dict[str, Structure], true: tuple[str, ...]) -> None:
     profile = cut_and_rebin(simulated([shipped[name] for name in true], shift=0.06), 13, 90, 1100)
     surrogate = ProfileSurrogate(profile, shipped)
