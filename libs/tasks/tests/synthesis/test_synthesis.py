@@ -117,6 +117,12 @@ def test_gases_leave_more_readily_when_it_is_hot() -> None:
     assert thermo.gas_spread("CO2") * thermo.KJ_PER_MOL_IN_EV < 20
 
 
+def test_a_reaction_that_does_not_go_earns_nothing() -> None:
+    cold, hot = FullVerifier().grade(TITANATE, [RIGHT.replace("1400", "300"), RIGHT])
+    assert cold.detail["energy_ev_per_atom"] > 0.03
+    assert (cold.outcome, cold.reward, hot.reward) == ("scored", 0.0, 1.0)
+
+
 def test_another_product_of_the_same_powders_costs_the_margin() -> None:
     payload = {"target": "Sr2TiO4", "available": ["SrO", "TiO2"]}
     (grade,) = FullVerifier().grade(payload, ["2 SrO 1 TiO2 to 1 at 1500 <eos>"])
