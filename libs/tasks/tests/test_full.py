@@ -134,6 +134,13 @@ def test_cells_that_start_half_a_line_off_are_found_on_a_high_background(
     assert [phase.mass_fraction for phase in fit.phases] == pytest.approx([0.5, 0.5], abs=0.05)
 
 
+def test_a_cell_too_far_from_the_databases_is_refused(task: XrdTask) -> None:
+    phase = task.phases[0]
+    near, far = (np.array([1.0, 1.0, c]) for c in (1.015, 0.983))
+    assert full_module._distance_reason([phase, phase], [near, near]) == ""
+    assert full_module._distance_reason([phase, phase], [near, far]).endswith("cell too far from the database's")
+
+
 def test_a_missing_program_is_reported_with_the_way_out(database: PhaseDatabase, pair: dict) -> None:
     verifier = FullVerifier(database, Path("/nonexistent/python3"))
     with pytest.raises(VerifierUnavailable, match="apt-get install python3-pyobjcryst"):
