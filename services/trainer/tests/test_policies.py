@@ -116,6 +116,7 @@ def test_the_lag_bound_holds_and_no_run_gets_stuck(policy, max_lag, size, steps,
     issued, flying, trained, dropped, discarded = 0, {}, [], 0, 0
     learner = fleet = 0
     while learner < steps:
+        window.wanted = chance.randint(min(2 * size, window.capacity), window.capacity)
         for _ in range(window.allowance()):
             flying[issued] = fleet
             backlog.issued([prompt(issued, fleet)])

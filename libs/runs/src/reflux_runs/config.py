@@ -14,6 +14,7 @@ Algorithm = Literal["grpo", "dr_grpo", "rloo", "leave_one_out", "reinforce_pp"]
 Loss = Literal["ppo", "dual_clip", "reinforce", "cispo", "gspo", "gspo_token", "importance_sampling", "decoupled_ppo"]
 Staleness = Literal["wait", "pace", "drop"]
 Release = Literal["full", "surrogate"]
+InFlight = Literal["most", "adaptive"]
 Transport = Literal["auto", "shm", "ucx", "tcp", "nixl"]
 WeightDtype = Literal["float32", "bfloat16"]
 WeightMode = Literal["auto", "swap", "in_place"]
@@ -149,6 +150,10 @@ class RlConfig(_Section):
 
     oversampling: Annotated[float, Field(ge=1.0, le=8.0)] = 1.0
     """Open prompts per prompt that training needs; `staleness = "drop"` only: room for what comes too late."""
+
+    in_flight: InFlight = "most"
+    """How many prompts are open. `most`: all that `max_lag` allows. `adaptive`: as many as keep the trainer from
+    waiting, by Little's law from the latencies of groups; samples are younger where the trainer is the bottleneck."""
 
     clip_low: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.2
     """Lower clip width: the probability ratio is clipped at 1 - clip_low."""

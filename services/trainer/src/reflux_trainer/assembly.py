@@ -19,6 +19,7 @@ from reflux_trainer.codec import Codec
 from reflux_trainer.consume import BatchFormer
 from reflux_trainer.control import Control
 from reflux_trainer.evaluate import Evaluator
+from reflux_trainer.in_flight import InFlight
 from reflux_trainer.issue import Issuer, Questions
 from reflux_trainer.journal import Journal
 from reflux_trainer.late.opening import check_rungs, open_late_rewards
@@ -111,6 +112,8 @@ class Assembly:
             stack.push_async_callback(learner.close)
             checkpoints.attach(learner, tasks, self.cursor.trimmed_op_id, on_commit)
             window, backlog = await self._window_and_backlog()
+            adaptive = rl.in_flight == "adaptive"
+            in_flight = InFlight(groups_per_step=rl.groups_per_step, most=window.capacity) if adaptive else None
             questions = Questions(self._task, codec, ahead=2 * rl.groups_per_step)
             issuer = Issuer(record.run, self._queue, window, backlog, questions, self.cursor.next_prompt_index)
             late = open_late_rewards(record.config, self._peers.redis, self._peers.ladders, record.run)
@@ -131,6 +134,7 @@ class Assembly:
                 waits=self._waits,
                 control=self._control,
                 window=window,
+                in_flight=in_flight,
                 issuer=issuer,
                 batches=BatchFormer(self._queue, backlog, window, issuer, self._waits, rl.groups_per_step),
                 milestones=self._milestones,

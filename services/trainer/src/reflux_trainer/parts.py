@@ -11,6 +11,7 @@ from reflux_trainer.codec import Codec
 from reflux_trainer.consume import BatchFormer
 from reflux_trainer.control import Control
 from reflux_trainer.evaluate import Evaluator
+from reflux_trainer.in_flight import InFlight
 from reflux_trainer.issue import Issuer
 from reflux_trainer.journal import Journal
 from reflux_trainer.late.rewards import LateRewards
@@ -42,6 +43,8 @@ class Parts:
     waits: Waits
     control: Control
     window: Window
+    in_flight: InFlight | None
+    """None: as many prompts are open as the bound on lag allows."""
     issuer: Issuer
     batches: BatchFormer
     milestones: Milestones

@@ -141,6 +141,7 @@ class StepLog:
         """Event, spans, transcripts and metrics of the step behind `cursor`."""
         parts, seconds = self._parts, time.monotonic() - self._started
         times = StepTimes(seconds, parts.waits.drain_spent(), forward.seconds + optim.seconds, batch.formed_at)
+        self._adapt(batch, seconds - times.spent.get("wait_rollout", 0.0))
         figures = step_figures(
             batch, self._version, forward, optim, times, parts.publisher.last, await parts.queue.depths()
         )
@@ -148,6 +149,7 @@ class StepLog:
             self._told_first_batch = True
             figures |= parts.milestones.figures()
         figures |= await parts.late.figures()
+        figures |= {"window/open": float(parts.window.open), "window/wanted": float(parts.window.wanted)}
         figures["learning_rate"] = rl_rate(parts.config.rl, cursor.step - 1)
         detail: dict[str, Any] = {"lag": dict(lag_counts(batch.groups, self._version)), "applied": optim.applied}
         if failures := parts.checkpoints.drain_failures():
@@ -163,6 +165,13 @@ class StepLog:
         STEP_SECONDS.labels(run=parts.run).observe(seconds)
         if cursor.step % TRANSCRIPT_EVERY_STEPS == 1:
             self._transcripts(cursor, batch.groups[0])
+
+    def _adapt(self, batch: Batch, busy_seconds: float) -> None:
+        if self._parts.in_flight is not None:
+            self._parts.in_flight.observe(
+                [group.emitted_at - group.issued_at for group in batch.finished], busy_seconds
+            )
+            self._parts.window.wanted = self._parts.in_flight.wanted
 
     def _spans(self, cursor: Cursor, groups: Sequence[Group], advantages: Sequence[np.ndarray]) -> None:
         run = self._parts.run

@@ -14,13 +14,15 @@ class Window:
         """`oversampling`: prompts that may be open per prompt that training still needs; more than 1 pays only where
         groups are discarded."""
         self.capacity = capacity
+        self.wanted = capacity
+        """Prompts that should be open, at most `capacity`; at least two batches, or all of a smaller capacity."""
         self._needed = steps_left * groups_per_step
         self._oversampling = oversampling
         self.open = 0
 
     def allowance(self) -> int:
         """Prompts that may be issued now; never more than training still needs, times the oversampling."""
-        return max(0, min(self.capacity, math.ceil(self._needed * self._oversampling)) - self.open)
+        return max(0, min(self.capacity, self.wanted, math.ceil(self._needed * self._oversampling)) - self.open)
 
     def issued(self, count: int) -> None:
         self.open += count
