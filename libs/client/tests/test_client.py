@@ -113,7 +113,9 @@ def test_the_view_shows_reward_lag_and_evaluations():
     console = Console(record=True, width=120)
     console.print(view)
     text = console.export_text()
-    assert all(part in text for part in ("3/9", "0.250", "50%", "12 ms", "step 3: 0.500", "step 6: 0.600 (0.550 .. 0.650)"))
+    assert all(
+        part in text for part in ("3/9", "0.250", "50%", "12 ms", "step 3: 0.500", "step 6: 0.600 (0.550 .. 0.650)")
+    )
     assert view.plain_line() == "running rl 3/9 reward=0.250 lag=1.000 idle=0.500 sync_ms=12.000"
 
 
