@@ -1,4 +1,4 @@
-"""A folder store on a disk that is full: a typed error that says so, old objects as they were, no litter, and on again."""
+"""A folder store on a full disk: a typed error that says so, old objects as they were, no litter, and on again."""
 
 import os
 import subprocess
