@@ -1,6 +1,7 @@
 """kill -9 of templates and children at random points: work ends with a typed outcome, the pools heal, nothing leaks."""
 
 import asyncio
+import gc
 import os
 import random
 import signal
@@ -72,6 +73,7 @@ async def one_piece(isolation, number):
 async def settled(isolation):
     for _ in range(6000):
         if isolation.idle_children == 4 and isolation.busy_children == 0:
+            gc.collect()
             return len(everything_below(os.getpid())), len(list(Path("/proc/self/fd").iterdir()))
         await asyncio.sleep(0.01)
     pytest.fail("the pools did not heal within 60 s")
@@ -91,7 +93,7 @@ async def deaths(isolation_options, pieces, seed):
             kills += kill_at_random(isolation, dice)
         ends = await asyncio.gather(*work)
         processes, after = await settled(isolation)
-        assert after == descriptors
+        assert after <= descriptors, "what earlier tests have left in this process may close meanwhile"
         assert processes == len(everything_below(os.getpid()))
         assert groups(isolation) == before
         assert {outcome for outcomes in ends for outcome in outcomes} <= {"ok", "lost", "infra_error", "signal"}
