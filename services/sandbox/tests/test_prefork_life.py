@@ -1,6 +1,7 @@
 """Pools, deadlines and deaths of the prefork tier."""
 
 import asyncio
+import gc
 import os
 import signal
 import tempfile
@@ -64,6 +65,7 @@ async def leaks_after_timeouts(prefork, count):
         )
 
     await until(lambda: prefork.idle_children == FULL, "a full pool")
+    gc.collect()
     before = (len(list(Path("/proc/self/fd").iterdir())), len(descendants(os.getpid())))
     old = zombies()  # of other tests in this process, if any
     for _ in range(count // 4):
@@ -71,7 +73,7 @@ async def leaks_after_timeouts(prefork, count):
         assert {result.status for result in results} == {"timeout"}
     await until(lambda: prefork.idle_children == FULL, "a full pool")
     await until(lambda: len(descendants(os.getpid())) == before[1], "no process left over")
-    assert len(list(Path("/proc/self/fd").iterdir())) == before[0]
+    assert len(list(Path("/proc/self/fd").iterdir())) <= before[0], "what earlier tests have left may close meanwhile"
     await until(lambda: zombies() <= old, "no zombie left over")
 
 
