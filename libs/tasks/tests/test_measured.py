@@ -210,7 +210,8 @@ def test_a_pattern_can_be_named_with_the_hash_of_its_bytes(
     verifier = MeasuredVerifier(objcryst, patterns=tmp_path)
     named = {**named_payload(pattern), "candidates": {name: payload["candidates"][name] for name in ("TiO2", "ZnO")}}
     assert verifier.grade(named, ["TiO2 <sep> ZnO <eos>"])[0].reward == pytest.approx(honest.reward, abs=1e-6)
-    for wrong in ({"sha256": "0" * 64}, {"pattern_file": "../" + pattern.name}, {"pattern_file": "none.xy"}):
+    outside = f"../{tmp_path.name}/{pattern.name}"  # the same file, by a way that leaves the folder
+    for wrong in ({"sha256": "0" * 64}, {"pattern_file": outside}, {"pattern_file": "none.xy"}):
         with pytest.raises(ValueError, match=r"sha256 differs|no pattern"):
             verifier.grade({**named, **wrong}, ["TiO2 <eos>"])
 
