@@ -16,12 +16,12 @@ from reflux_tasks.csp.rule import RuleVerifier
 from reflux_tasks.csp.surrogate import SurrogateVerifier
 from reflux_tasks.csp.vocabulary import Vocabulary
 from reflux_tasks.options import InvalidOption, parse_options
+from reflux_tasks.streams import STREAMS, problem_generator
 from reflux_tasks.task import Problem, Split, Task
 from reflux_tasks.verify import Verifier
 
 HELDOUT_SHARE = 5
 """One composition in five is held out, with all of its polymorphs."""
-_STREAMS: dict[Split, int] = {"warmup": 1, "train": 2, "heldout": 3}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,10 +95,7 @@ class CspTask(Task[CspProblem]):
         return small_parts(groups, self.options.num_phases)
 
     def problem(self, split: Split, index: int) -> CspProblem:
-        if split not in _STREAMS or index < 0:
-            raise ValueError(f"no problem {split}/{index}: splits are {', '.join(_STREAMS)}, indices start at 0")
-        seed = self.options.heldout_seed if split == "heldout" else self.seed
-        rng = np.random.default_rng((_STREAMS[split], seed, index))
+        rng = problem_generator(split, index, self.seed, self.options.heldout_seed)
         places = self.parts[split == "heldout"]
         return CspProblem(split, index, places[int(rng.integers(len(places)))])
 
@@ -152,7 +149,7 @@ class CspTask(Task[CspProblem]):
             "task": self.name,
             "seed": self.seed,
             "options": {field.name: getattr(self.options, field.name) for field in fields(self.options)},
-            "generator_streams": dict(_STREAMS),
+            "generator_streams": dict(STREAMS),
             "references": [reference.name for reference in self.references],
             "heldout_compositions": sorted(held),
         }

@@ -14,6 +14,7 @@ import numpy as np
 from reflux_tasks.canonical import END, PAD
 from reflux_tasks.chemistry.subset import small_parts
 from reflux_tasks.options import InvalidOption, parse_options
+from reflux_tasks.streams import STREAMS, problem_generator
 from reflux_tasks.synthesis.answers import AND, AT, TO, Recipe, format_recipe
 from reflux_tasks.synthesis.dft import DftVerifier
 from reflux_tasks.synthesis.phases import TARGETS
@@ -34,7 +35,6 @@ KELVIN = range(400, 3001, 50)
 _MELTING_SHARE = 0.62
 """The temperature of warm-up answers over the mean melting point of the precursors."""
 _ATTEMPTS = 64
-_STREAMS: dict[Split, int] = {"warmup": 1, "train": 2, "heldout": 3}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,10 +106,7 @@ class SynthesisTask(Task[SynthesisProblem]):
         return small_parts(groups, self.options.num_phases)
 
     def problem(self, split: Split, index: int) -> SynthesisProblem:
-        if split not in _STREAMS or index < 0:
-            raise ValueError(f"no problem {split}/{index}: splits are {', '.join(_STREAMS)}, indices start at 0")
-        seed = self.options.heldout_seed if split == "heldout" else self.seed
-        rng = np.random.default_rng((_STREAMS[split], seed, index))
+        rng = problem_generator(split, index, self.seed, self.options.heldout_seed)
         targets = self.parts[split == "heldout"]
         target = targets[int(rng.integers(len(targets)))]
         return SynthesisProblem(split, index, target, self._strike(target, rng))
@@ -144,7 +141,7 @@ class SynthesisTask(Task[SynthesisProblem]):
             "task": self.name,
             "seed": self.seed,
             "options": {field.name: getattr(self.options, field.name) for field in fields(self.options)},
-            "generator_streams": dict(_STREAMS),
+            "generator_streams": dict(STREAMS),
             "targets": list(TARGETS),
             "heldout_targets": self.parts[1],
         }

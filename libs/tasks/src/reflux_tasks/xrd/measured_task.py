@@ -16,6 +16,7 @@ import numpy as np
 
 from reflux_tasks.canonical import END, SEPARATOR
 from reflux_tasks.options import InvalidOption, parse_options
+from reflux_tasks.streams import STREAMS, problem_generator
 from reflux_tasks.task import Problem, Split, Task
 from reflux_tasks.verify import Verifier
 from reflux_tasks.xrd.measured import MeasuredVerifier
@@ -32,7 +33,6 @@ HELDOUT_SHARE = 5
 """One mixture in five is held out, at least one."""
 FRACTION_STEPS = 20
 """Mass fractions are words, a twentieth apart."""
-_STREAMS: dict[Split, int] = {"warmup": 1, "train": 2, "heldout": 3}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,10 +153,7 @@ class MeasuredTask(Task[MeasuredProblem]):
         return self.vocabulary.words
 
     def problem(self, split: Split, index: int) -> MeasuredProblem:
-        if split not in _STREAMS or index < 0:
-            raise ValueError(f"no problem {split}/{index}: splits are {', '.join(_STREAMS)}, indices start at 0")
-        seed = self.options.heldout_seed if split == "heldout" else self.seed
-        rng = np.random.default_rng((_STREAMS[split], seed, index))
+        rng = problem_generator(split, index, self.seed, self.options.heldout_seed)
         places = self.parts[split == "heldout"]
         place = places[int(rng.integers(len(places)))]
         scan = self.scans[place]
@@ -205,7 +202,7 @@ class MeasuredTask(Task[MeasuredProblem]):
             "task": self.name,
             "seed": self.seed,
             "options": {field.name: getattr(self.options, field.name) for field in fields(self.options)},
-            "generator_streams": dict(_STREAMS),
+            "generator_streams": dict(STREAMS),
             "candidates": sorted(self.candidates),
             "training_scans": train,
             "heldout_scans": held,

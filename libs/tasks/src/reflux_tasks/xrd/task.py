@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Self
 import numpy as np
 
 from reflux_tasks.options import InvalidOption, parse_options
+from reflux_tasks.streams import STREAMS, problem_generator
 from reflux_tasks.task import Problem, Split, Task
 from reflux_tasks.verify import Verifier
 from reflux_tasks.xrd.answers import format_answer
@@ -26,7 +27,6 @@ HELDOUT_PAIR_SHARE = 4
 """One pair of phases in four is held out."""
 PROSE_PEAKS = 6
 MAX_LISTED_PHASES = 12
-_STREAMS: dict[Split, int] = {"warmup": 1, "train": 2, "heldout": 3}
 """First word of every generator seed: no two splits share a stream."""
 
 
@@ -115,10 +115,7 @@ class XrdTask(Task[XrdProblem]):
         return {verifier.name: verifier for verifier in verifiers}
 
     def problem(self, split: Split, index: int) -> XrdProblem:
-        if split not in _STREAMS or index < 0:
-            raise ValueError(f"no problem {split}/{index}: splits are {', '.join(_STREAMS)}, indices start at 0")
-        seed = self.options.heldout_seed if split == "heldout" else self.seed
-        rng = np.random.default_rng((_STREAMS[split], seed, index))
+        rng = problem_generator(split, index, self.seed, self.options.heldout_seed)
         phase_ids = self._draw_phases(split, rng)
         level = LEVELS[getattr(self.options, f"{split}_level")]
         pattern = make_pattern([self.phases[i] for i in phase_ids], level, rng)
@@ -199,7 +196,7 @@ class XrdTask(Task[XrdProblem]):
             "task": self.name,
             "seed": self.seed,
             "options": {field.name: getattr(self.options, field.name) for field in fields(self.options)},
-            "generator_streams": dict(_STREAMS),
+            "generator_streams": dict(STREAMS),
             "phases": [phase.name for phase in self.phases],
             "heldout_pairs": pairs,
         }
