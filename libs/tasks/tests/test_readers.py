@@ -100,6 +100,14 @@ def test_an_archive_that_unpacks_to_far_more_than_a_scan_is_refused_unread(
         read_pattern(tmp_path / f"a{suffix}")
 
 
+def test_an_archive_of_a_format_newer_than_ours_is_refused_by_name(tmp_path: Path) -> None:
+    archive = bytearray(zipped("Experiment0/RawData0.xml", "<RawData/>"))
+    archive[archive.index(b"PK\x01\x02") + 6] = 99  # the version that is needed to extract
+    (tmp_path / "a.brml").write_bytes(archive)
+    with pytest.raises(UnreadablePattern, match=r"a\.brml: no readable archive: .*9\.9"):
+        read_pattern(tmp_path / "a.brml")
+
+
 VENDOR_FILES = {
     ".raw": lambda: bruker_raw4(np.arange(200, 400)),
     ".brml": lambda: zipped("Experiment0/RawData0.xml", "<RawData><Datum>1,1,10,5,3</Datum></RawData>"),

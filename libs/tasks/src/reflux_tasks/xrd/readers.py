@@ -166,7 +166,7 @@ def _check_archive(path: Path) -> None:
     try:
         with zipfile.ZipFile(path) as archive:
             members = archive.infolist()
-    except (zipfile.BadZipFile, NotImplementedError, ValueError, OSError) as error:
+    except (zipfile.BadZipFile, RuntimeError, ValueError, OSError) as error:  # Runtime: a format newer than zipfile
         raise UnreadablePattern(f"{path.name}: no readable archive: {error}") from error
     size = sum(member.file_size for member in members)
     if size > MAX_UNPACKED_BYTES or len(members) > MAX_MEMBERS:
