@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import grpc
@@ -64,6 +65,22 @@ class Setup:
         await self.client.forward_backward(first)
         return await self.client.optim_step(second)
 
+    @asynccontextmanager
+    async def working(self, learner, steps=3):
+        """The learner serves, and the run has made so many steps on it."""
+        async with serving(learner) as address:
+            self.announce(learner, address)
+            await self.client.restore(0)
+            for _ in range(steps):
+                await self.step()
+            yield
+
+    async def step_on(self, learner):
+        """The next step, on another learner."""
+        async with serving(learner) as address:
+            self.announce(learner, address)
+            return await self.step()
+
 
 @pytest.fixture
 async def setup(redis_client, run_id):
@@ -93,17 +110,10 @@ async def test_a_new_learner_is_created_and_gets_all_operations_again(setup):
 
 async def test_a_checkpoint_is_loaded_and_only_later_operations_are_replayed(setup):
     first, second = Learner("a"), Learner("b")
-    async with serving(first) as address:
-        setup.announce(first, address)
-        await setup.client.restore(0)
-        for _ in range(3):
-            await setup.step()
-        stored = checkpoint_pb2.StoredObject(key="p/state", checksum=json.dumps([4, 2]))
-        setup.checkpoint = checkpoint_pb2.Checkpoint(name="checkpoints/r/2", objects=[stored])
+    async with setup.working(first):
+        setup.checkpoint = stored(4, 2)
         await setup.ledger.trim(4)
-    async with serving(second) as address:
-        setup.announce(second, address)
-        answer = await setup.step()
+    answer = await setup.step_on(second)
     assert second.done == ["load 4", 5, 6, 7, 8]
     assert answer.version == 4
 
@@ -115,17 +125,11 @@ def stored(op_id, version, run="r"):
 
 async def test_a_damaged_checkpoint_is_read_back_and_the_one_before_it_is_taken(setup):
     first, second = Learner("a"), Learner("b")
-    async with serving(first) as address:
-        setup.announce(first, address)
-        await setup.client.restore(0)
-        for _ in range(3):
-            await setup.step()
+    async with setup.working(first):
         setup.checkpoint, setup.older = stored(4, 2), stored(2, 1)
         second.damaged = {"[4, 2]"}
         await setup.ledger.trim(2)
-    async with serving(second) as address:
-        setup.announce(second, address)
-        answer = await setup.step()
+    answer = await setup.step_on(second)
     assert setup.scrubbed == ["checkpoints/r/2"]
     assert second.done == ["load 2", 3, 4, 5, 6, 7, 8]
     assert answer.version == 4
@@ -136,16 +140,10 @@ async def test_a_new_learner_gets_the_adapter_and_its_later_operations(redis_cli
     setup = Setup(redis_client, run_id, lora_rank=4, lora_targets=frozenset(("mlp",)))
     await setup.ledger.begin(Cursor())
     first, second = Learner("a"), Learner("b")
-    async with serving(first) as address:
-        setup.announce(first, address)
-        await setup.client.restore(0)
-        for _ in range(3):
-            await setup.step()
+    async with setup.working(first):
         if checkpointed:
             setup.checkpoint = stored(4, 2)
-    async with serving(second) as address:
-        setup.announce(second, address)
-        answer = await setup.step()
+    answer = await setup.step_on(second)
     assert first.done == ["create", "adapter of rank 4", 1, 2, 3, 4, 5, 6]
     made = ["create", "load 4"] if checkpointed else ["create", "adapter of rank 4", 1, 2, 3, 4]
     assert second.done == [*made, 5, 6, 7, 8]
@@ -155,11 +153,8 @@ async def test_a_new_learner_gets_the_adapter_and_its_later_operations(redis_cli
 
 async def test_each_replayed_operation_is_progress(setup):
     first, second = Learner("a"), Learner("b")
-    async with serving(first) as address:
-        setup.announce(first, address)
-        await setup.client.restore(0)
-        for _ in range(3):
-            await setup.step()
+    async with setup.working(first):
+        pass
     moves = []
     setup.waits.progress = lambda: moves.append(1)
     async with serving(second) as address:
