@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from counting_task import register
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from e2e_language_model import write_byte_tokenizer
 
 from reflux_runs.errors import ConfigError
 from reflux_runs.load import load_document
@@ -18,27 +18,14 @@ from reflux_trainer.codec import Codec
 from reflux_trainer.problems import Question, question
 from reflux_trainer.prompt_length import with_prompt
 
-TURNS = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
 ASKED = Question(0, "t1 t2 <ans>", "Which phase?\nPeaks: 10.4", "Co n2 Si sg62 <eos>", {})
 
 
-def byte_folder(folder: Path, *, template: bool = True, end: str = "<|im_end|>") -> Path:
-    """A folder with the tokenizer of a language model: one token a byte, and the marks of turns."""
-    folder.mkdir()
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({letter: number for number, letter in enumerate(alphabet)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>"])
-    tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": end}))
+def byte_folder(folder: Path, **given: Any) -> Path:
+    """A folder with the tokenizer of a language model, as far as checks of folders look."""
+    write_byte_tokenizer(folder, **given)
     (folder / "config.json").write_text(json.dumps({"max_position_embeddings": 4096}))
     (folder / "model.safetensors").write_bytes(b"")
-    if template:
-        (folder / "chat_template.jinja").write_text(TURNS)
     return folder
 
 
