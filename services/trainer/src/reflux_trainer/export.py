@@ -20,6 +20,7 @@ from reflux_storage.stores import open_store
 from reflux_storage.stores.base import ObjectStore
 from reflux_storage.stores.options import S3Options
 from reflux_trainer.checkpointing import CheckpointsAway, DatasetChanged
+from reflux_trainer.folder import whole_folder
 from reflux_trainer.parts import Parts
 
 log = logging.getLogger(__name__)
@@ -60,15 +61,10 @@ def export_model(source: Path, checkpoint: checkpoint_pb2.Checkpoint, target: Pa
     arrays = {name: np.empty(shape, np.float32) for name, shape in parameter_shapes(config).items()}
     store, index = _state(checkpoint, s3_endpoint)
     read_tensors(store, index, {_PARAMETER + name: _bytes(array) for name, array in arrays.items()})
-    # Renamed when it is complete: a folder that is there can be used.
-    partial = target.with_name(target.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    shutil.copytree(
-        source, partial, ignore=shutil.ignore_patterns("*.safetensors", "*.safetensors.index.json", "*.bin")
-    )
-    save_file(arrays, partial / WEIGHTS_FILE, {"format": "pt"})
-    shutil.rmtree(target, ignore_errors=True)
-    partial.rename(target)
+    weights = shutil.ignore_patterns("*.safetensors", "*.safetensors.index.json", "*.bin")
+    with whole_folder(target) as partial:
+        shutil.copytree(source, partial, ignore=weights)
+        save_file(arrays, partial / WEIGHTS_FILE, {"format": "pt"})
     log.info("the trained model is in %s", target)
 
 
@@ -89,23 +85,17 @@ def export_adapter(
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": str(source),
         "r": rank,
-        "lora_alpha": LORA_ALPHA,
+        "lora_alpha": int(LORA_ALPHA),
         "lora_dropout": 0.0,
         "bias": "none",
         "target_modules": sorted({name.split(".lora_")[0].rpartition(".")[2] for name in arrays}),
         "inference_mode": True,
     }
-    partial = target.with_name(target.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    save_file(
-        {_PEFT_PREFIX + name: array for name, array in arrays.items()},
-        partial / "adapter_model.safetensors",
-        {"format": "pt"},
-    )
-    (partial / "adapter_config.json").write_text(json.dumps(settings, indent=1) + "\n")
-    shutil.rmtree(target, ignore_errors=True)
-    partial.rename(target)
+    with whole_folder(target) as partial:
+        partial.mkdir(parents=True)
+        named = {_PEFT_PREFIX + name: array for name, array in arrays.items()}
+        save_file(named, partial / "adapter_model.safetensors", {"format": "pt"})
+        (partial / "adapter_config.json").write_text(json.dumps(settings, indent=1) + "\n")
     log.info("the trained adapter is in %s", target)
 
 

@@ -2,6 +2,8 @@
 
 import json
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -45,9 +47,17 @@ def _create_model(config: RunConfig, folder: Path, task: Task[Any]) -> None:
         pad_token_id=task.ids[task.pad_word],
     )
     rows = task.initial_embedding(model.hidden_size, config.seed)
-    # Renamed when it is complete: a folder that is there can be used.
-    partial = folder.with_name(folder.name + ".partial")
+    with whole_folder(folder) as partial:
+        create_folder(partial, shape, config.seed, rows=EmbeddingRows(*rows) if rows else None)
+        task.write_tokenizer(partial)
+
+
+@contextmanager
+def whole_folder(target: Path) -> Iterator[Path]:
+    """A path beside `target`, where nothing is, which takes its place when the block is done: a folder that is there
+    can be used, whatever is killed."""
+    partial = target.with_name(target.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
-    create_folder(partial, shape, config.seed, rows=EmbeddingRows(*rows) if rows else None)
-    task.write_tokenizer(partial)
-    partial.rename(folder)
+    yield partial
+    shutil.rmtree(target, ignore_errors=True)
+    partial.rename(target)
