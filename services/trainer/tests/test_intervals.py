@@ -17,7 +17,7 @@ def test_the_interval_of_a_share_is_wilsons(hits: int, count: int) -> None:
 def test_the_interval_of_a_mean_is_students(count: int) -> None:
     values = np.random.default_rng(count).random(count).tolist()
     expected = stats.t.interval(0.95, count - 1, np.mean(values), stats.sem(values))
-    assert mean_interval(values) == pytest.approx(expected, abs=0.02 * float(stats.sem(values)))
+    assert mean_interval(values) == pytest.approx(expected, abs=1e-12)
 
 
 def test_the_interval_covers_the_truth_as_often_as_it_says() -> None:
