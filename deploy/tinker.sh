@@ -12,9 +12,7 @@ stamp="$venv/.ready"
 wanted=$(cat "$0" .venv/.ready | sha256sum | cut -d' ' -f1)
 [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ] && exit 0
 echo "tinker: installing the cookbook into $venv (once)" >&2
-[ -x "$venv/bin/python" ] || python3 -m venv "$venv"
-site() { "$1/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }
-site .venv >"$(site "$venv")/beside.pth"
+bash deploy/beside.sh "$venv"
 "$venv/bin/python" -m pip --disable-pip-version-check -q install --no-deps --ignore-installed "${packages[@]}" \
   2> >(grep -v '^WARNING: Location' >&2)
 "$venv/bin/python" -c 'import tinker_cookbook.rl.train, tinker_cookbook.supervised.train'

