@@ -29,7 +29,7 @@ from .gateway_harness import FakeEngine, answers, engine_server, gateway, group
 async def test_a_call_that_is_closed_between_two_samples_ends_at_the_replica():
     engine = FakeEngine("hang", delivered=1)
     async with engine_server(engine) as address:
-        replica = TorchReplica(address, GatewaySettings())
+        replica = TorchReplica(address, "m", GatewaySettings())
         sampling = SamplingParams(max_tokens=4)
         call = GroupCall(request_id="r", model_id="m", prompt_token_ids=(1,), num_samples=2, sampling=sampling)
         async with aclosing(replica.generate(call, None, lambda: 0)) as batches:
@@ -41,7 +41,7 @@ async def test_a_call_that_is_closed_between_two_samples_ends_at_the_replica():
 async def test_a_call_whose_connection_is_closed_is_lost_and_not_cancelled():
     engine = FakeEngine("hang", delivered=1)
     async with engine_server(engine) as address:
-        replica = TorchReplica(address, GatewaySettings())
+        replica = TorchReplica(address, "m", GatewaySettings())
         sampling = SamplingParams(max_tokens=4)
         call = GroupCall(request_id="r", model_id="m", prompt_token_ids=(1,), num_samples=2, sampling=sampling)
         async with aclosing(merged([replica.generate(call, None, lambda: 0) for _ in range(2)])) as batches:

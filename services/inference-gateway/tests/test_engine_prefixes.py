@@ -106,7 +106,7 @@ def test_a_swap_in_the_middle_of_a_prompt_begins_it_anew(model_folder, kv):
     new = sharpened(initial_parameters(engine.config, 99), 8.0)
     engine.core.swap(Weights(new, 2, 20))
     engine.core.step()
-    assert engine.core.settled, "nobody decodes under the old weights"
+    assert engine.core.lanes.own.settled, "nobody decodes under the old weights"
     engine.run()
     samples = [engine.samples["a"][i] for i in range(2)]
     assert [(s.version, s.kv_version, s.start) for one in samples for s in one.spans] == [(2, 2, 0)] * 2
@@ -205,8 +205,6 @@ def test_places_hold_what_was_written_last_and_the_pool_never_overflows(prompts,
                 pool[place] = (salt, tokens[: 3 * (number + 1)])
             assert len(index.find(tokens, salt)) == min(len(tokens) // 3, num_blocks)
         assert len(index) <= num_blocks
-    index.clear()
-    assert not any(index.find(tokens, salt) for tokens, salt, _ in prompts)
 
 
 def test_the_least_recently_used_end_makes_room():

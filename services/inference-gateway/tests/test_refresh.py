@@ -55,7 +55,7 @@ def counts(core):
 
 def resting(core):
     """Samples that nobody decodes now, under the old weights neither."""
-    waits = [sequence.stale and not (core._old and sequence.lingering) for sequence in core._sequences]
+    waits = [sequence.stale and not (sequence.lane.old and sequence.lingering) for sequence in core._sequences]
     return {(s.request.request_id, s.index) for s, rests in zip(core._sequences, waits, strict=True) if rests}
 
 
@@ -108,7 +108,7 @@ def test_rows_longer_than_a_chunk_go_on_under_the_old_weights_until_the_first_is
     new, last = new_weights(engine, 2), [generated for _, generated in counts(engine.core).values()]
     engine.core.swap(new)
     steps = 0
-    while not engine.core.settled:
+    while not engine.core.lanes.own.settled:
         engine.core.step()
         now, steps = [generated for _, generated in counts(engine.core).values()], steps + 1
         assert sum(now) > sum(last), "somebody decodes in every step"
@@ -138,9 +138,9 @@ class SimulatedCosts:
         self.now = 0.0
         extend, decode = filler_module.extend, core_module.decode_step
 
-        def slow_extend(params, config, segments, cache):
+        def slow_extend(params, config, segments, *rest):
             self.now += 1e-3 * sum(len(segment.tokens) for segment in segments)
-            return extend(params, config, segments, cache)
+            return extend(params, config, segments, *rest)
 
         def slow_decode(params, config, tokens_B, *rest):
             self.now += 1e-3 * len(tokens_B)

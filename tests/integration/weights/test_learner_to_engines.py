@@ -4,7 +4,6 @@ import asyncio
 import gc
 import weakref
 
-import grpc
 import pytest
 
 from reflux.inference_gateway.v1 import engine_service_pb2 as engine_pb
@@ -131,25 +130,3 @@ async def test_a_replica_that_computes_something_else_than_the_learner_is_left_o
         await w.train()
         await w.publish("again", probe_token_ids=PROBE)
         await w.fleet(lambda replicas: all(one.health == Replica.HEALTH_OK for one in replicas))
-
-
-async def test_an_adapter_has_versions_of_its_own_on_top_of_the_committed_weights(tmp_path):
-    tensors = ["model.layers.0.self_attn.q_proj.weight", "model.layers.1.self_attn.q_proj.weight"]
-    async with world(tmp_path) as w:
-        engine = await w.engine(adapters={"crystal": tensors})
-        asked = engine_pb.GetFingerprintRequest(adapter="crystal")
-        with pytest.raises(grpc.aio.AioRpcError, match="no version of adapter"):
-            await engine.GetFingerprint(asked)
-        model = await w.publish("model")
-        seen = []
-        for number in (1, 2):
-            await w.train()
-            adapter = await w.publish(f"a{number}", adapter="crystal", adapter_tensors=tensors)
-            assert (adapter.version, adapter.bytes) == (number, 2 * 2 * 32 * 32)
-            kept = await engine.GetFingerprint(asked)
-            assert (kept.epoch, kept.fingerprint) == (adapter.epoch, adapter.fingerprint)
-            seen.append((kept.epoch, kept.fingerprint))
-            assert await w.fingerprints() == [(model.epoch, model.fingerprint)], "the model stays"
-        assert len(set(seen)) == 2
-        with pytest.raises(grpc.aio.AioRpcError, match="unknown are"):
-            await w.publish("bad", adapter="crystal", adapter_tensors=["no.such.tensor"])

@@ -22,6 +22,7 @@ from reflux_model.cache import PrefixKV, SlotCache
 from reflux_model.config import ModelConfig
 from reflux_model.layers import additive_mask, attend, embed, project_to_vocab, rotary_tables, run_layers
 from reflux_model.parameters import Parameters
+from reflux_model.projections import PLAIN, Projections
 
 _BAND_ROWS = 8
 _BAND_POSITIONS = 256
@@ -79,7 +80,13 @@ class Segment:
 
 
 @torch.inference_mode()
-def extend(params: Parameters, config: ModelConfig, segments: Sequence[Segment], cache: SlotCache) -> Tensor:
+def extend(
+    params: Parameters,
+    config: ModelConfig,
+    segments: Sequence[Segment],
+    cache: SlotCache,
+    projections: Projections = PLAIN,
+) -> Tensor:
     """Writes the keys and values of all segments' tokens into the cache; returns their hidden states, hidden_TE.
 
     It is a prefill that can be cut anywhere: the segments of one call are computed side by side without padding, and a
@@ -106,7 +113,7 @@ def extend(params: Parameters, config: ModelConfig, segments: Sequence[Segment],
         return mixed
 
     rope = rotary_tables(config, torch.cat(spans)[None], dtype)
-    return run_layers(params, config, embed(params, tokens_1T), rope, each_its_own)[0]
+    return run_layers(params, config, embed(params, tokens_1T), rope, each_its_own, projections)[0]
 
 
 @torch.inference_mode()
@@ -117,6 +124,7 @@ def decode_step(
     cache: SlotCache,
     positions_B: Tensor,
     slots_B: Tensor | None = None,
+    projections: Projections = PLAIN,
 ) -> Tensor:
     """Feeds one token per row and returns the logits_BV of the next one.
 
@@ -146,8 +154,8 @@ def decode_step(
         return mixed[0] if len(mixed) == 1 else torch.cat(mixed)
 
     rope = rotary_tables(config, positions_B[:, None], dtype)
-    hidden = run_layers(params, config, embed(params, tokens_B[:, None]), rope, cached)
-    return project_to_vocab(params, hidden[:, 0])
+    hidden = run_layers(params, config, embed(params, tokens_B[:, None]), rope, cached, projections)
+    return project_to_vocab(params, hidden[:, 0], projections)
 
 
 def _bands(lengths: list[int]) -> list[slice]:

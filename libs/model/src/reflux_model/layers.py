@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from reflux_model.config import ModelConfig, RopeScaling
 from reflux_model.parameters import Parameters
-from reflux_model.projections import PLAIN, Projections, head_weight
+from reflux_model.projections import PLAIN, Projections
 
 Attention = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, queries_BLHD, keys_BLKD, values_BLKD) -> mixed values_BLHD; queries and keys are already rotated."""
@@ -26,9 +26,9 @@ def embed(params: Parameters, tokens: Tensor) -> Tensor:
     return F.embedding(tokens, params["model.embed_tokens.weight"])
 
 
-def project_to_vocab(params: Parameters, hidden: Tensor) -> Tensor:
+def project_to_vocab(params: Parameters, hidden: Tensor, projections: Projections = PLAIN) -> Tensor:
     """Normalised hidden states (..., E) -> logits (..., V); uses the embedding when the head is tied."""
-    return F.linear(hidden, head_weight(params))
+    return projections.logits(params, hidden)
 
 
 def run_layers(

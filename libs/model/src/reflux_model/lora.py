@@ -15,9 +15,11 @@ from torch import Tensor
 
 from reflux_model.config import ModelConfig
 from reflux_model.errors import UnsupportedModelError
+from reflux_model.packing import pack_rows
 from reflux_model.parameters import Parameters
-from reflux_model.projections import Projections, head_weight
+from reflux_model.projections import PLAIN, Projections, head_weight
 from reflux_model.shapes import LORA_ALPHA, parameter_shapes
+from reflux_model.training import packed_scores
 
 TargetGroup = Literal["attention", "mlp", "unembed"]
 TARGET_GROUPS: tuple[TargetGroup, ...] = get_args(TargetGroup)
@@ -133,6 +135,53 @@ class LoraProjections(Projections):
         if name_a not in part.factors:
             return plain
         return plain + F.linear(F.linear(hidden, part.factors[name_a]), part.factors[name_b]) * part.spec.scale
+
+
+@torch.no_grad()
+def scored(
+    params: Parameters, config: ModelConfig, token_ids: Sequence[int], adapter: tuple[Parameters, LoraSpec] | None
+) -> Tensor:
+    """Log-prob of every token after the first, with an adapter on the model or without."""
+    packed = pack_rows([token_ids[:1]], [[token_ids[1:]]])
+    whole = slice(0, None)
+    projections = LoraProjections([AdaptedRows(whole, whole, *adapter)]) if adapter else PLAIN
+    return packed_scores(params, config, packed, projections=projections).logprobs_T
+
+
+@dataclass(frozen=True)
+class RoutedRows:
+    """Rows of an engine's pass that one adapter answers for: any distinct ones (int64), or a slice."""
+
+    rows: slice | Tensor
+    factors: Parameters
+    spec: LoraSpec
+
+
+class RoutedLora(Projections):
+    """Several adapters in one pass without gradients: each adds to the rows that it names, others are the base's.
+
+    Rows are those of all dimensions but the last, flat.
+    """
+
+    def __init__(self, parts: Sequence[RoutedRows]) -> None:
+        self._parts = parts
+
+    def linear(self, params: Parameters, name: str, hidden: Tensor) -> Tensor:
+        """The base's product for all rows, and each adapter's added for its own."""
+        return self._add(name, hidden, super().linear(params, name, hidden))
+
+    def logits(self, params: Parameters, hidden: Tensor) -> Tensor:
+        """Likewise, of the head."""
+        return self._add(_HEAD, hidden, super().logits(params, hidden))
+
+    def _add(self, name: str, hidden: Tensor, product: Tensor) -> Tensor:
+        name_a, name_b = factor_names(name)
+        from_NE, into_NE = hidden.reshape(-1, hidden.shape[-1]), product.view(-1, product.shape[-1])
+        for part in self._parts:
+            if name_a in part.factors:
+                low_NR = F.linear(from_NE[part.rows], part.factors[name_a])
+                into_NE[part.rows] += F.linear(low_NR, part.factors[name_b]) * part.spec.scale
+        return product
 
 
 def _group(name: str) -> str:

@@ -17,6 +17,10 @@ class Projections:
         """Neighbouring parts of the rows with the matrix (V, width) that turns each into logits."""
         return [(hidden_TE, head_weight(params))]
 
+    def logits(self, params: Parameters, hidden: Tensor) -> Tensor:
+        """Normalised hidden states (..., E) -> (..., V)."""
+        return F.linear(hidden, head_weight(params))
+
 
 PLAIN = Projections()
 

@@ -28,7 +28,7 @@ class ReplicaClients:
 
     def _new(self, info: ReplicaInfo) -> ReplicaClient:
         if info.grpc_address:
-            return TorchReplica(info.grpc_address, self._settings)
+            return TorchReplica(info.grpc_address, info.model_id, self._settings)
         return OpenAiReplica(info.http_url, info.model_id, seeds_samples=info.engine not in _SAME_SEED_FOR_ALL)
 
     async def forget_all_but(self, known: set[str]) -> None:

@@ -263,9 +263,10 @@ async def test_what_is_published_is_signed_with_the_key_of_the_run(
     secret, ours = "a secret of the stack", scope_of(MODEL, "a secret of the stack")
     async with world(tmp_path, secret) as w:
         await w.create()
-        for adapter, tensors in (("", []), ("style", ["model.norm.weight"])):
-            request = pb.PublishWeightsRequest(request_id=f"a{adapter}", model_id=MODEL)
-            request.adapter, request.adapter_tensors[:] = adapter, tensors
+        style = pb.CreateAdapterRequest(model_id=MODEL, adapter="style", rank=2, train_attention=True)
+        await w.stub.CreateAdapter(style)
+        for adapter in ("", "style"):
+            request = pb.PublishWeightsRequest(request_id=f"a{adapter}", model_id=MODEL, adapter=adapter)
             await w.stub.PublishWeights(request)
             handle = w.broker.begun[-1].regions[0].handle
             assert unseal(handle, "shm", scope=ours)["run"] == MODEL

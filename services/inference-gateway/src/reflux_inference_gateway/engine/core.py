@@ -12,6 +12,7 @@ from torch import Tensor
 
 from reflux_inference_gateway.engine.batcher import Admission, Batcher, Ticket
 from reflux_inference_gateway.engine.filler import Filler
+from reflux_inference_gateway.engine.lanes import OWN, Lanes, projections
 from reflux_inference_gateway.engine.prefix_store import PrefixStore
 from reflux_inference_gateway.engine.prompts import Leaders, Prompts
 from reflux_inference_gateway.engine.refresh import PauseMeter, SwapFigures
@@ -24,7 +25,7 @@ from reflux_inference_gateway.engine.types import FinishedSample, GroupRequest, 
 from reflux_model.cache import SlotCache
 from reflux_model.config import ModelConfig
 from reflux_model.inference import decode_step
-from reflux_model.training import logprobs
+from reflux_model.lora import scored
 
 Event = FinishedSample | TokenDelta
 Deliver = Callable[[str, Event], None]
@@ -32,7 +33,7 @@ Settled = Callable[[SwapFigures], None]
 
 
 class EngineCore:
-    """Owns the KV cache, the rows and the current weights."""
+    """Owns the KV cache, the rows and the weights: the model's own, and those of adapters that are served beside it."""
 
     def __init__(
         self,
@@ -52,11 +53,9 @@ class EngineCore:
         """
         self.options = options
         self.batcher = Batcher(options.max_rows, options.prefill_tokens_per_step, options.kv_tokens)
-        self.weights = weights
+        self.lanes = Lanes(weights, lambda: PauseMeter(settled))
         self.generated_tokens = 0
-        self.pause = PauseMeter(settled)
         self._clock = clock
-        self._old: Weights | None = None
         self._config = config
         self._deliver = deliver
         self._eos_ids = tuple(eos_ids)
@@ -67,20 +66,31 @@ class EngineCore:
         self._rows = Rows(options.max_rows, options.max_model_len)
         self.prompts = Prompts(self._cache, PrefixStore(config, options.prefix_blocks, dtype))
         self.filler = Filler(
-            config, self._cache, self._rows, self.prompts, chunk_tokens=options.prefill_tokens_per_step, clock=clock
+            config,
+            self._cache,
+            self._rows,
+            self.prompts,
+            self.lanes,
+            chunk_tokens=options.prefill_tokens_per_step,
+            clock=clock,
         )
         self._sequences: list[Sequence] = []
         self._num_watched = 0
         self._requests: dict[str, GroupRequest] = {}
         self._outstanding: dict[str, int] = {}
 
+    @property
+    def weights(self) -> Weights:
+        """The current ones of the model itself."""
+        return self.lanes.own.weights
+
     def submit(self, request: GroupRequest) -> None:
-        """Queues a group; its id must not be in use."""
+        """Queues a group; its id must not be in use, and its model must be served."""
         sampling = request.sampling
         self.batcher.add(Ticket(request.request_id, request.num_samples, len(request.prompt_ids), sampling.max_tokens))
         self._requests[request.request_id] = request
         self._outstanding[request.request_id] = request.num_samples
-        self.prompts.adopt(request, self.weights.epoch)
+        self.prompts.adopt(request, self.lanes.of(request.model))
 
     @torch.inference_mode()
     def abort(self, request_id: str) -> bool:
@@ -90,7 +100,7 @@ class EngineCore:
             return False
         rows, dropped = self.batcher.abort(request_id)
         for index in dropped:
-            waiting = start_sequence(request, index, self.weights.version, 0, self._decode)
+            waiting = start_sequence(request, index, self.lanes.of(request.model), 0, self._decode)
             self._end(request_id, waiting.finish([], [], "abort"))
         if rows:
             self._finish(dict.fromkeys(rows, "abort"))
@@ -105,33 +115,42 @@ class EngineCore:
             self.abort(request_id)
 
     @torch.inference_mode()
-    def score(self, token_ids: Seq[int]) -> Scored:
+    def score(self, token_ids: Seq[int], model: str = OWN) -> Scored:
         """Log-probs as the learner computes them; needs two tokens at least, and no row."""
-        (scores,) = logprobs(self.weights.params, self._config, [token_ids[:1]], [[token_ids[1:]]])
-        return Scored(scores.tolist(), self.weights.version, self.weights.epoch)
+        weights = self.lanes.of(model).weights
+        adapter = (weights.params, weights.adapter) if weights.adapter else None
+        scores = scored(self.weights.params, self._config, token_ids, adapter)
+        return Scored(scores.tolist(), weights.version, weights.epoch)
 
-    def swap(self, weights: Weights, *, overwritten: bool = False) -> None:
-        """Makes new weights current, which takes no time: running sequences are stale from now on, and prefilled again
-        chunk by chunk in the next steps, or go on with the old keys and values. Until the first of them is fresh the
-        others go on under the old weights, unless those are `overwritten`; `settled` turns true when nobody does.
+    def swap(self, weights: Weights, *, overwritten: bool = False, model: str = OWN) -> None:
+        """Makes new weights of a model current, which takes no time: its running sequences are stale from now on, and
+        prefilled again chunk by chunk in the next steps, or go on with the old keys and values. Until the first of them
+        is fresh its others go on under the old weights, unless those are `overwritten`; the lane is `settled` when
+        nobody does. Sequences of other models do not notice; an adapter that is not served yet is from now on.
         """
-        old, self.weights = self.weights, weights
-        self.prompts.clear()
+        if model not in self.lanes:
+            self.lanes.open(model, weights)
+            return
+        lane = self.lanes.of(model)
+        self.prompts.forget_all(lane.serial)
         keep, turn = self.options.kv_after_swap == "keep", self.filler.next_turn()
         generated = self._rows.generated_B[: len(self._sequences)].tolist()
         for sequence, count in zip(self._sequences, generated, strict=True):
+            if sequence.lane is not lane:
+                continue
             if keep and sequence.ready:
                 sequence.spans.swap(count, weights.version, kept_kv=True)
             else:
                 sequence.outdate(turn)
-        if not keep:
-            self._old = None if overwritten else old
-        self.pause.swapped(self._clock())
+        lane.swap(weights, self._clock(), keep_old=not (keep or overwritten))
 
-    @property
-    def settled(self) -> bool:
-        """True when decoding goes on after the last swap and the old weights are no longer read."""
-        return self.pause.resumed and self._old is None
+    def close(self, model: str) -> list[str]:
+        """Serves an adapter no longer; returns the requests that end with it."""
+        ended = [name for name, request in self._requests.items() if request.model == model]
+        for request_id in ended:
+            self.abort(request_id)
+        self.lanes.close(model)
+        return ended
 
     def pending_tokens(self) -> int:
         """Tokens that running and waiting samples may still cost."""
@@ -143,28 +162,33 @@ class EngineCore:
         """Fills a chunk and decodes a token for every row that can; False when there was nothing to do. Nobody is
         admitted while rows wait to be filled: another prompt would make them wait longer.
         """
-        if not any(sequence.begun for sequence in self._sequences):
-            self._old = None
-            self.pause.idle(self._clock())
+        begun = {sequence.lane for sequence in self._sequences if sequence.begun}
+        for lane in self.lanes:
+            if lane not in begun:
+                lane.idle(self._clock())
         if all(sequence.ready for sequence in self._sequences):
             self._admit(self.batcher.admit())
         if not self._sequences:
             return False
         if not all(sequence.ready for sequence in self._sequences):
-            self.pause.refreshed(self.filler.advance(self.weights, self._sequences))
+            self.filler.advance(self._sequences)
         rows = self._rows_to_decode()
         if rows:
             self._finish(self._decode_rows(rows))
         return True
 
     def _rows_to_decode(self) -> list[int]:
-        """The rows that are ready; before there is one, those that can go on under the old weights."""
-        ready = [row for row, sequence in enumerate(self._sequences) if sequence.ready]
-        lingering = [row for row, sequence in enumerate(self._sequences) if sequence.lingering]
-        if ready or self._old is None or not lingering:
-            self._old = None
-            return ready
-        return lingering
+        """Of each model the rows that are ready; before there is one, those that can go on under its old weights."""
+        ready = {sequence.lane for sequence in self._sequences if sequence.ready}
+        lingering = {sequence.lane for sequence in self._sequences if sequence.lingering}
+        for lane in self.lanes:
+            if lane in ready or lane not in lingering:
+                lane.old = None
+        return [
+            row
+            for row, sequence in enumerate(self._sequences)
+            if (sequence.ready if sequence.lane.old is None else sequence.lingering)
+        ]
 
     def _decode_rows(self, rows: list[int]) -> dict[int, str]:
         """Decodes a token for each of `rows`; returns the rows that ended, with their finish reason.
@@ -177,11 +201,15 @@ class EngineCore:
         slots_B = chosen if isinstance(chosen, Tensor) and 2 * len(rows) < span else None
         computed: RowIndex = slice(0, span) if slots_B is None else slots_B
         last_B, positions_B = self._rows.last_B[computed], self._rows.positions_B[computed]
-        params = (self._old or self.weights).params
-        logits_BV = decode_step(params, self._config, last_B, self._cache, positions_B, slots_B)
+        seated = self._sequences[:span] if slots_B is None else [self._sequences[row] for row in rows]
+        routed = projections([sequence.lane.decoding for sequence in seated])
+        params = self.lanes.own.decoding.params
+        logits_BV = decode_step(params, self._config, last_B, self._cache, positions_B, slots_B, routed)
         drawn = self._rows.draw(logits_BV if slots_B is not None else logits_BV[chosen], chosen)
         end = self._clock()
-        self.pause.decoded(start, end, stale=any(sequence.stale for sequence in self._sequences))
+        stale = {sequence.lane for sequence in self._sequences if sequence.stale}
+        for lane in {self._sequences[row].lane for row in rows}:
+            lane.pause.decoded(start, end, stale=lane in stale)
         if len(rows) == len(self._sequences):
             self.filler.pace.decoded(end - start)
         return self._accept(drawn, rows)
@@ -197,11 +225,11 @@ class EngineCore:
             stop_ids = sampling.stop_token_ids if sampling.ignore_eos else (*self._eos_ids, *sampling.stop_token_ids)
             self._rows.seat(row, admission.count, first, request.prompt_ids, sampling, stop_ids)
             samples = range(first, first + admission.count)
-            version, turn = self.weights.version, self.filler.next_turn()
-            group = [start_sequence(request, index, version, turn, self._decode) for index in samples]
+            lane, turn = self.lanes.of(request.model), self.filler.next_turn()
+            group = [start_sequence(request, index, lane, turn, self._decode) for index in samples]
             self._num_watched += sum(sequence.watched for sequence in group)
             self._sequences += group
-            self.prompts.seat(group, row, version, leaders, more=first + admission.count < ticket.num_samples)
+            self.prompts.seat(group, row, leaders, more=first + admission.count < ticket.num_samples)
 
     def _accept(self, drawn: Drawn, rows: Seq[int]) -> dict[int, str]:
         """Counts a step's tokens; returns the rows that ended, with their finish reason."""

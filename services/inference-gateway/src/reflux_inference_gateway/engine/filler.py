@@ -4,12 +4,12 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
+from reflux_inference_gateway.engine.lanes import Lanes, projections
 from reflux_inference_gateway.engine.prompt_scores import score_tokens
 from reflux_inference_gateway.engine.prompts import Prompts
 from reflux_inference_gateway.engine.refresh import Pace, Piece, Unfilled, next_pieces
 from reflux_inference_gateway.engine.rows import Rows
 from reflux_inference_gateway.engine.sequences import Sequence as Sample
-from reflux_inference_gateway.engine.served import Weights
 from reflux_model.cache import SlotCache
 from reflux_model.config import ModelConfig
 from reflux_model.inference import Segment, extend
@@ -27,6 +27,7 @@ class Filler:
         cache: SlotCache,
         rows: Rows,
         prompts: Prompts,
+        lanes: Lanes,
         *,
         chunk_tokens: int,
         clock: Callable[[], float],
@@ -37,6 +38,7 @@ class Filler:
         """Computed since the start, without those that a swap made stale after the first decode step."""
         self._chunk_tokens = chunk_tokens
         self._config, self._cache, self._rows, self._prompts, self._clock = config, cache, rows, prompts, clock
+        self._lanes = lanes
         self._turn = 0
 
     def next_turn(self) -> int:
@@ -44,28 +46,33 @@ class Filler:
         self._turn += 1
         return self._turn
 
-    def advance(self, weights: Weights, samples: Sequence[Sample]) -> int:
-        """Computes the next chunk for the samples of rows 0, 1, ...; returns its tokens that a swap had made stale."""
+    def advance(self, samples: Sequence[Sample]) -> None:
+        """Computes the next chunk for the samples of rows 0, 1, ..."""
         for one in self._unfilled(samples):
             if one.done == one.length:
-                self._complete(one.row, samples, weights)
+                self._complete(one.row, samples)
         waiting = self._unfilled(samples)
         if not waiting:
-            return 0
+            return
         stale = any(samples[one.row].stale for one in waiting)
         pieces = next_pieces(waiting, self.pace.tokens(len(samples)) if stale else self._chunk_tokens)
         segments = self._segments(samples, pieces)
         start = self._clock()
-        hidden_TE = extend(weights.params, self._config, segments, self._cache)
+        lanes = [samples[segment.slot].lane for segment in segments for _ in segment.tokens]
+        routed = projections([lane.weights for lane in lanes])
+        hidden_TE = extend(self._lanes.own.weights.params, self._config, segments, self._cache, routed)
         self.pace.refreshed(len(hidden_TE), self._clock() - start)
-        again = sum(len(one.tokens) for one in segments if samples[one.slot].stale)
-        self.prompt_tokens += len(hidden_TE) - again
+        for segment in segments:
+            sample, tokens = samples[segment.slot], len(segment.tokens)
+            if sample.stale:
+                sample.lane.pause.refreshed(tokens)
+            else:
+                self.prompt_tokens += tokens
         parts = hidden_TE.split([len(segment.tokens) for segment in segments])
         for piece, part in zip(pieces, parts, strict=True):
-            self._note(weights, samples[piece.row], piece, part)
+            self._note(samples[piece.row], piece, part)
             if piece.last:
-                self._complete(piece.row, samples, weights)
-        return again
+                self._complete(piece.row, samples)
 
     def pending_tokens(self, samples: Sequence[Sample]) -> int:
         """Tokens that are still to be computed before all of the samples decode."""
@@ -87,23 +94,24 @@ class Filler:
             segments.append(Segment(piece.row, piece.start, text[piece.start : piece.end]))
         return segments
 
-    def _note(self, weights: Weights, sample: Sample, piece: Piece, hidden_TE: Tensor) -> None:
+    def _note(self, sample: Sample, piece: Piece, hidden_TE: Tensor) -> None:
         sample.lingering, sample.filled = False, piece.end
         count = sample.request.sampling.prompt_logprobs
         if count is not None and not sample.begun:
             predicted = sample.request.prompt_ids[piece.start + 1 : piece.end + 1]
             known = sample.prompt_scores if piece.start else []
-            sample.prompt_scores = known + score_tokens(weights.params, hidden_TE, predicted, count)
+            base, routed = self._lanes.own.weights.params, projections([sample.lane.weights])
+            sample.prompt_scores = known + score_tokens(base, routed, hidden_TE, predicted, count)
 
-    def _complete(self, row: int, samples: Sequence[Sample], weights: Weights) -> None:
+    def _complete(self, row: int, samples: Sequence[Sample]) -> None:
         sample = samples[row]
         first = not sample.begun
-        sample.fill(int(self._rows.generated_B[row]), weights.version)
-        self._prompts.filled(sample, row, weights.epoch, first=first)
+        sample.fill(int(self._rows.generated_B[row]))
+        self._prompts.filled(sample, row, first=first)
         followers = [(at, one) for at, one in enumerate(samples) if one.leader is sample]
         self._prompts.share(row, sample, followers)
         for at, one in followers:
             if one.request is sample.request:
-                one.fill(0, weights.version)
+                one.fill(0)
             elif one.filled == one.prompt_end:
-                self._complete(at, samples, weights)
+                self._complete(at, samples)

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from reflux_inference_gateway.engine.served import CoreOptions, Weights
 from reflux_inference_gateway.engine.settings import EngineSettings
 from reflux_kit.errors import StartupError
 from reflux_model.config import ModelConfig
+from reflux_model.lora import LoraSpec, factor_shapes
 from reflux_model.parameters import Parameters
 from reflux_transfer.arenas.replica import ReplicaArenas
 from reflux_transfer.errors import BackendUnavailable
@@ -32,6 +33,8 @@ class Holding:
     layout: Layout
     arenas: ReplicaArenas
     mode: ModeChoice
+    adapter: LoraSpec | None = None
+    """Of an adapter: what lies there are factors."""
 
     def adopt(self, params: Parameters) -> Weights:
         """Copies what the model folder holds into the live buffer, so that the folder's copy can be dropped."""
@@ -42,7 +45,7 @@ class Holding:
 
     def weights(self, index: int, version: int, epoch: int) -> Weights:
         """What lies in a buffer, without a copy."""
-        return Weights(views(self.layout, self.arenas.view(index)), version, epoch)
+        return Weights(views(self.layout, self.arenas.view(index)), version, epoch, self.adapter)
 
 
 def layout_of(params: Mapping[str, torch.Tensor]) -> Layout:
@@ -73,31 +76,27 @@ def holding(
 
 
 @contextmanager
-def holding_adapters(settings: EngineSettings, choice: Choice, model: Layout) -> Iterator[dict[str, Holding]]:
-    """Arenas of the adapters that the settings name; they are small, so each has two buffers.
+def holding_adapter(settings: EngineSettings, choice: Choice, config: ModelConfig, spec: LoraSpec) -> Iterator[Holding]:
+    """Arenas of one adapter's factors; they are small, so that there are always two buffers.
 
-    Raises `StartupError` for a tensor that the model lacks.
+    Raises `UnsupportedModelError` for a target that the model lacks.
     """
-    with ExitStack() as stack:
-        held = {}
-        for name, tensors in settings.adapters.items():
-            unknown = [tensor for tensor in tensors if tensor not in model.by_name]
-            if unknown or not tensors:
-                raise StartupError(f"REFLUX_ENGINE_ADAPTERS: {name} needs tensors of the model; unknown are {unknown}")
-            shapes = {slot.name: (slot.shape, slot.dtype) for slot in model.slots if slot.name in tensors}
-            mode = ModeChoice("swap", "an adapter")
-            held[name] = stack.enter_context(_opened(settings, choice, Layout.from_shapes(shapes), mode))
+    shapes = {name: (shape, settings.dtype) for name, shape in factor_shapes(config, spec).items()}
+    mode = ModeChoice("swap", "an adapter")
+    with _opened(settings, choice, Layout.from_shapes(shapes), mode, spec) as held:
         yield held
 
 
 @contextmanager
-def _opened(settings: EngineSettings, choice: Choice, layout: Layout, mode: ModeChoice) -> Iterator[Holding]:
+def _opened(
+    settings: EngineSettings, choice: Choice, layout: Layout, mode: ModeChoice, adapter: LoraSpec | None = None
+) -> Iterator[Holding]:
     try:
         backend = choice.open(settings.transport)
     except BackendUnavailable as error:
         raise StartupError(f"REFLUX_TRANSPORT={settings.transport}: {error}") from None
     with closing(backend), closing(ReplicaArenas(layout, buffers=mode.buffers, backend=backend)) as arenas:
-        yield Holding(layout, arenas, mode)
+        yield Holding(layout, arenas, mode, adapter)
 
 
 def _mode(settings: EngineSettings, config: ModelConfig, layout: Layout, options: CoreOptions) -> ModeChoice:

@@ -1,7 +1,6 @@
 """The engine's thread and its border to asyncio: one wake-up per step in each direction, whatever the batch."""
 
 import asyncio
-import itertools
 import logging
 import threading
 from collections import deque
@@ -12,7 +11,9 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from reflux_inference_gateway.engine.core import EngineCore, Event
+from reflux_inference_gateway.engine.lanes import OWN
 from reflux_inference_gateway.engine.served import Scored, Weights
+from reflux_inference_gateway.engine.sinks import Sinks
 from reflux_inference_gateway.engine.types import (
     EngineLoad,
     EngineStopped,
@@ -49,19 +50,14 @@ class EngineLoop:
         self._wake = threading.Event()
         self._commands: deque[Callable[[], object]] = deque()
         self._batch: list[tuple[str, Event]] = []
-        self._sinks: dict[str, asyncio.Queue[list[Event]]] = {}
-        self._tickets: dict[str, set[str]] = {}
-        self._numbers = itertools.count()
+        self._sinks: Sinks[Event] = Sinks()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopping = self._ended = False
         self._failure: str | None = None
         self._unfit: str | None = None
         self._asked: set[Future[Any]] = set()
-        self._swapped: Future[float] | None = None
-        """Whoever waits for the first decode step after a swap."""
-        self.adapters: dict[str, Weights] = {}
-        """Adapters by name, as they were committed last; written by the engine's thread."""
-
+        self._swapped: dict[str, Future[float]] = {}
+        """By model, whoever waits for the first decode step after a swap."""
         self.writes = 0
         """Grows when weights begin and when they end to be written or exchanged: odd meanwhile."""
 
@@ -88,34 +84,31 @@ class EngineLoop:
         that lost its connection and repeats), so that the core knows each use by a ticket of its own.
         """
         self._admit(request)
-        ticket = f"{request.request_id}#{next(self._numbers)}"
-        sink: asyncio.Queue[list[Event]] = asyncio.Queue()
-        self._sinks[ticket] = sink
-        self._tickets.setdefault(request.request_id, set()).add(ticket)
         self._open_samples += request.num_samples
         left = request.num_samples
         try:
-            self._command(lambda: self._submit(replace(request, request_id=ticket)))
-            while left:
-                events = await sink.get()
-                if not events:
-                    raise EngineStopped(self._reason())
-                left -= sum(isinstance(event, FinishedSample) for event in events)
-                yield events
+            with self._sinks.opened((request.model, request.request_id)) as (ticket, sink):
+                try:
+                    self._command(lambda: self._submit(replace(request, request_id=ticket)))
+                    while left:
+                        events = await sink.get()
+                        if not events:
+                            raise EngineStopped(self._reason(request.model))
+                        left -= sum(isinstance(event, FinishedSample) for event in events)
+                        yield events
+                finally:
+                    if left:
+                        self._command(lambda: self._core.abort(ticket))
         finally:
-            if left:
-                self._command(lambda: self._core.abort(ticket))
-            del self._sinks[ticket]
-            self._forget(request.request_id, ticket)
             self._open_samples -= request.num_samples
 
-    def abort(self, request_id: str) -> bool:
+    def abort(self, request_id: str, model: str = OWN) -> bool:
         """Ends a group between two steps; False when no such group runs or waits."""
-        tickets = tuple(self._tickets.get(request_id, ()))
+        tickets = self._sinks.tickets((model, request_id))
         self._command(lambda: [self._core.abort(ticket) for ticket in tickets])
         return bool(tickets)
 
-    def swap(self, weights: Weights, fill: Callable[[], None] | None = None) -> "Future[float]":
+    def swap(self, weights: Weights, fill: Callable[[], None] | None = None, model: str = OWN) -> "Future[float]":
         """Makes new weights current between two steps; `fill` writes them first, while nothing is read.
 
         The future ends when the old weights are no longer read: with the first decode step under the new ones, or at
@@ -124,16 +117,18 @@ class EngineLoop:
 
         When `fill` raises, the weights are a mixture: all requests end with EngineStopped, further ones are refused
         until another swap works, `unfit` says why, and the future raises what `fill` raised.
+
+        The first version of an adapter opens it; requests of other models go on whatever it takes.
         """
-        return self._ask(lambda done: self._exchange(weights, fill, done))
+        return self._ask(lambda done: self._exchange(weights, fill, model, done))
 
-    def keep_adapter(self, name: str, weights: Weights) -> "Future[float]":
-        """Makes a version of an adapter current between two steps; the future ends when the old one is not read."""
-        return self._ask(lambda done: self._keep(name, weights, done))
+    def close_adapter(self, name: str) -> "Future[float]":
+        """Serves an adapter no longer: its requests end with EngineStopped, and its weights are not read any more."""
+        return self._ask(lambda done: self._close(name, done))
 
-    def score(self, token_ids: Sequence[int]) -> "Future[Scored]":
-        """Scores a prompt under the current weights between two decode steps. Fails with EngineStopped."""
-        return self._ask(lambda done: self._score(token_ids, done))
+    def score(self, token_ids: Sequence[int], model: str = OWN) -> "Future[Scored]":
+        """Scores a prompt under a model's weights between two decode steps. Fails with EngineStopped."""
+        return self._ask(lambda done: self._score(token_ids, model, done))
 
     def load(self) -> EngineLoad:
         """Counts and version after the last step; samples that the thread has not seen yet count as waiting."""
@@ -153,23 +148,30 @@ class EngineLoop:
 
     @property
     def weights(self) -> Weights:
-        """What is served now."""
+        """What is served now of the engine's own model."""
         return self._core.weights
+
+    def serves(self, model: str) -> Weights | None:
+        """What is served now of a model; None when the engine has no weights of it."""
+        return self._core.lanes.of(model).weights if model in self._core.lanes else None
 
     def _admit(self, request: GroupRequest) -> None:
         if self._failure is not None or self._stopping or self._unfit is not None:
             raise EngineStopped(self._reason())
+        if request.model not in self._core.lanes:
+            raise EngineStopped(self._reason(request.model))
         if self._open_samples and self._open_samples + request.num_samples > self._max_open_samples:
             raise QueueFull(f"{self._open_samples} samples run or wait; the limit is {self._max_open_samples}")
 
-    def _reason(self) -> str:
-        return self._failure or self._unfit or "the engine stops"
+    def _reason(self, model: str = OWN) -> str:
+        absent = "" if model in self._core.lanes else f"no weights of {model} are here"
+        return self._failure or self._unfit or absent or "the engine stops"
 
     def _submit(self, request: GroupRequest) -> None:
-        if self._unfit is None:
+        if self._unfit is None and request.model in self._core.lanes:
             self._core.submit(request)
-        else:  # accepted just before the weights were spoilt
-            self._post(self._wake_everyone)
+        else:  # accepted just before the weights were spoilt or the adapter left
+            self._post(lambda: self._sinks.end([request.request_id]))
 
     def _ask(self, run: Callable[["Future[T]"], None]) -> "Future[T]":
         """Has the thread answer a question; its end answers those that are left."""
@@ -186,24 +188,27 @@ class EngineLoop:
             with suppress(InvalidStateError):  # the thread and the loop may both find it open
                 done.set_exception(EngineStopped(self._reason()))
 
-    def _exchange(self, weights: Weights, fill: Callable[[], None] | None, done: "Future[float]") -> None:
-        self._settle()
+    def _exchange(self, weights: Weights, fill: Callable[[], None] | None, model: str, done: "Future[float]") -> None:
+        self._settle(model)
         self.writes += 1
         try:
             if fill is not None:
                 fill()
-            self._unfit, self._swapped = None, done
-            self._core.swap(weights, overwritten=fill is not None)
+            if model == OWN:
+                self._unfit = None
+            self._swapped[model] = done
+            self._core.swap(weights, overwritten=fill is not None, model=model)
         except Exception as error:  # task boundary: whoever asked for the swap decides what follows
             self._spoil(f"the weights are a mixture of versions, new ones did not arrive: {error}")
             done.set_exception(error)
         finally:
             self.writes += 1
 
-    def _keep(self, name: str, weights: Weights, done: "Future[float]") -> None:
-        self.writes += 1
-        self.adapters[name] = weights
-        self.writes += 1
+    def _close(self, name: str, done: "Future[float]") -> None:
+        self._settle(name)
+        ended = self._core.close(name)
+        self._batch = [entry for entry in self._batch if entry[0] not in ended]
+        self._post(lambda: self._sinks.end(ended))
         done.set_result(0.0)
 
     def _spoil(self, reason: str) -> None:
@@ -212,23 +217,17 @@ class EngineLoop:
         self._core.drop()
         self._snapshot = self._measure()
         self._batch.clear()
-        self._post(self._wake_everyone)
+        self._post(self._sinks.end)
 
-    def _settle(self) -> None:
-        if self._swapped is not None:
-            self._swapped.set_result(self._core.pause.longest_seconds * 1000.0)
-            self._swapped = None
+    def _settle(self, model: str) -> None:
+        if (done := self._swapped.pop(model, None)) is not None:
+            done.set_result(self._core.lanes.of(model).pause.longest_seconds * 1000.0)
 
-    def _score(self, token_ids: Sequence[int], done: "Future[Scored]") -> None:
-        if self._unfit is not None:
-            done.set_exception(EngineStopped(self._unfit))
+    def _score(self, token_ids: Sequence[int], model: str, done: "Future[Scored]") -> None:
+        if self._unfit is not None or model not in self._core.lanes:
+            done.set_exception(EngineStopped(self._reason(model)))
         else:
-            done.set_result(self._core.score(token_ids))
-
-    def _forget(self, request_id: str, ticket: str) -> None:
-        self._tickets[request_id].discard(ticket)
-        if not self._tickets[request_id]:
-            del self._tickets[request_id]
+            done.set_result(self._core.score(token_ids, model))
 
     def _command(self, command: Callable[[], object]) -> None:
         self._commands.append(command)
@@ -264,7 +263,7 @@ class EngineLoop:
         self._failure = self._failure or "the engine stops"
         self._ended = True
         self._refuse()
-        self._post(self._wake_everyone)
+        self._post(self._sinks.end)
 
     def _turn(self) -> bool:
         """Runs commands and one step; False when there was nothing to do."""
@@ -272,28 +271,15 @@ class EngineLoop:
         while self._commands:
             self._commands.popleft()()
         busy = self._core.step() or busy
-        if self._core.settled:
-            self._settle()
+        for model in [name for name in self._swapped if self._core.lanes.of(name).settled]:
+            self._settle(model)
         if busy:
             self._snapshot = self._measure()
         if self._batch:
             batch, self._batch = self._batch, []
-            self._post(lambda: self._deliver(batch))
+            self._post(lambda: self._sinks.deliver(batch))
         return busy
 
     def _post(self, call: Callable[[], None]) -> None:
         if self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(call)
-
-    def _deliver(self, batch: list[tuple[str, Event]]) -> None:
-        grouped: dict[str, list[Event]] = {}
-        for request_id, event in batch:
-            grouped.setdefault(request_id, []).append(event)
-        for request_id, events in grouped.items():
-            sink = self._sinks.get(request_id)
-            if sink is not None:
-                sink.put_nowait(events)
-
-    def _wake_everyone(self) -> None:
-        for sink in self._sinks.values():
-            sink.put_nowait([])

@@ -4,27 +4,27 @@ import asyncio
 import gc
 import sys
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, closing
+from contextlib import AsyncExitStack, asynccontextmanager, closing
 from dataclasses import replace
 
 import torch
 
 from reflux.inference_gateway.v1.engine_service_pb2_grpc import add_EngineServiceServicer_to_server
 from reflux_inference_gateway.engine import metrics
+from reflux_inference_gateway.engine.attendance import Attendance
 from reflux_inference_gateway.engine.core import EngineCore, Event
 from reflux_inference_gateway.engine.handover import new_exchange
-from reflux_inference_gateway.engine.holding import Holding, holding, holding_adapters, layout_of
+from reflux_inference_gateway.engine.holding import Holding, holding, layout_of
 from reflux_inference_gateway.engine.http import EngineDoor
 from reflux_inference_gateway.engine.loading import LoadedModel, core_options, load_model
 from reflux_inference_gateway.engine.loop import EngineLoop
-from reflux_inference_gateway.engine.registration import GatewayLink
 from reflux_inference_gateway.engine.replica import Description, Fatal
 from reflux_inference_gateway.engine.served import CoreOptions
 from reflux_inference_gateway.engine.servicer import SERVICE_NAME, EngineServicer
 from reflux_inference_gateway.engine.settings import EngineSettings
 from reflux_inference_gateway.engine.types import ModelLimits
-from reflux_inference_gateway.engine.weights import Followed, Follower, following
-from reflux_kit.server import Bound, Mount, Service, serve
+from reflux_kit.errors import StartupError
+from reflux_kit.server import Mount, Service, serve
 from reflux_transfer.probe.choice import Choice, probe
 
 _GIL_SWITCH_SECONDS = 0.0005
@@ -37,17 +37,18 @@ async def build(settings: EngineSettings) -> AsyncIterator[Service]:
     choice = None
     if settings.weights == "broker":
         choice = await asyncio.to_thread(probe, settings.transfer, settings.transport)
+    elif settings.max_adapters:
+        raise StartupError("REFLUX_ENGINE_MAX_ADAPTERS needs REFLUX_ENGINE_WEIGHTS=broker: adapters come from there")
     model = load_model(settings)
     options = core_options(settings, model.config)
     model_id = settings.model_id or settings.run or model.folder.resolve().name
     async with AsyncExitStack() as stack:
-        held, adapters = None, {}
-        if choice:
+        held = None
+        if choice and not settings.max_adapters:
             layout = layout_of(model.weights.params)
             held = stack.enter_context(holding(settings, choice, model.config, layout, options))
             model = replace(model, weights=held.adopt(model.weights.params))
-            adapters = stack.enter_context(holding_adapters(settings, choice, held.layout))
-        yield await stack.enter_async_context(_running(settings, model, options, model_id, held, adapters, choice))
+        yield await stack.enter_async_context(_running(settings, model, options, model_id, held, choice))
 
 
 @asynccontextmanager
@@ -57,7 +58,6 @@ async def _running(
     options: CoreOptions,
     model_id: str,
     held: Holding | None,
-    adapters: dict[str, Holding],
     choice: Choice | None,
 ) -> AsyncIterator[Service]:
     def new_core(deliver: Callable[[str, Event], None]) -> EngineCore:
@@ -76,45 +76,23 @@ async def _running(
     engine = EngineLoop(new_core, max_open_samples=open_samples, on_failure=fatal)
     limits = ModelLimits(vocab_size=model.config.vocab_size, max_model_len=options.max_model_len)
     describe = Description(settings, model_id, options, engine)
-    link = GatewayLink(settings, describe)
-    followed = Followed(Follower(engine, held, describe, link.announce), adapters, choice) if held else None
+    attendance = Attendance(settings, model_id, model.config, engine, describe, held, choice, fatal)
     metrics.observe(engine)
     dtype = model.weights.params["model.embed_tokens.weight"].dtype
     exchange = new_exchange(settings, model.config, dtype, model_id, choice)
     door = EngineDoor(
         engine, model.tokenizer, limits, model_id, settings.stack_secret, settings.max_body_bytes, exchange
     )
-    mount = Mount(EngineServicer(engine, limits, describe), add_EngineServiceServicer_to_server, SERVICE_NAME)
-
-    def attend(bound: Bound) -> AbstractAsyncContextManager[None]:
-        describe.bind(bound)
-        return _attended(settings, model_id, describe.name, followed, engine, link, fatal)
-
+    servicer = EngineServicer(engine, limits, describe, attendance.seats)
+    mount = Mount(servicer, add_EngineServiceServicer_to_server, SERVICE_NAME)
     # The model stays for the life of the process; scanning it again and again costs tens of milliseconds.
     gc.collect()
     gc.freeze()
     async with engine:
         with closing(exchange):
-            yield Service((mount,), door.application(), attend)
+            yield Service((mount,), door.application(), attendance.attended)
     if fatal.reason:
         raise SystemExit(1)
-
-
-@asynccontextmanager
-async def _attended(
-    settings: EngineSettings,
-    model_id: str,
-    replica: str,
-    followed: Followed | None,
-    engine: EngineLoop,
-    link: GatewayLink,
-    fatal: Fatal,
-) -> AsyncIterator[None]:
-    async with AsyncExitStack() as stack:
-        if followed is not None:
-            await stack.enter_async_context(following(settings, model_id, replica, followed, engine, fatal))
-        await stack.enter_async_context(link.running())
-        yield
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Keys and values of prompts that were computed under the present weights, for later prompts that begin alike."""
+"""Keys and values of computed prompts, for later prompts that begin alike; the salt names the weights, too."""
 
 from collections.abc import Sequence
 
@@ -39,10 +39,6 @@ class PrefixStore:
             for pool, memory in ((self._keys, cache.keys), (self._values, cache.values)):
                 blocks = memory[:, row, :, start:end].unflatten(2, (len(fresh), BLOCK_TOKENS))
                 pool[places] = blocks.permute(2, 0, 1, 3, 4)
-
-    def clear(self) -> None:
-        """The weights have changed: nothing that is kept is true any more."""
-        self._index.clear()
 
 
 def block_bytes(config: ModelConfig, element_bytes: int) -> int:

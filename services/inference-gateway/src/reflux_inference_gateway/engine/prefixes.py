@@ -59,11 +59,6 @@ class PrefixIndex:
         self._use(keys)
         return fresh
 
-    def clear(self) -> None:
-        """Forgets everything."""
-        self._blocks.clear()
-        self._free = list(range(self.num_blocks))
-
     def _walk(self, tokens: Sequence[int], salt: str) -> tuple[list[_Key], int | str]:
         keys: list[_Key] = []
         parent: int | str = salt

@@ -32,9 +32,9 @@ async def live_fingerprint(engine: EngineLoop, adapter: str = "") -> tuple[int, 
     adapter that was never committed.
     """
     for _ in range(_ATTEMPTS):
-        if adapter and adapter not in engine.adapters:
+        writes, weights = engine.writes, engine.serves(adapter)
+        if weights is None:
             raise NotFound(f"no version of adapter {adapter!r} is here", adapter=adapter)
-        writes, weights = engine.writes, engine.adapters[adapter] if adapter else engine.weights
         found = await asyncio.to_thread(fingerprint_of, weights.params)
         if engine.unfit is not None:
             raise Unavailable(engine.unfit)

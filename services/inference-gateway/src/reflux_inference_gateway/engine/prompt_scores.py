@@ -8,12 +8,15 @@ from torch import Tensor
 from reflux_inference_gateway.engine.types import PromptScores, TokenScore
 from reflux_model.layers import project_to_vocab
 from reflux_model.parameters import Parameters
+from reflux_model.projections import Projections
 
 _POSITIONS = 128
 """Positions whose logits are held at the same time."""
 
 
-def score_tokens(params: Parameters, hidden_TE: Tensor, tokens: Sequence[int], count: int) -> PromptScores:
+def score_tokens(
+    params: Parameters, projections: Projections, hidden_TE: Tensor, tokens: Sequence[int], count: int
+) -> PromptScores:
     """Scores `tokens[t]` under the distribution at `hidden_TE[t]`, and the `count` likeliest ones beside it.
 
     Log-probs are natural, at temperature 1. The token itself comes first, then the likeliest, best first.
@@ -21,7 +24,7 @@ def score_tokens(params: Parameters, hidden_TE: Tensor, tokens: Sequence[int], c
     scores: PromptScores = []
     for start in range(0, len(tokens), _POSITIONS):
         part = tokens[start : start + _POSITIONS]
-        logits_TV = project_to_vocab(params, hidden_TE[start : start + len(part)])
+        logits_TV = project_to_vocab(params, hidden_TE[start : start + len(part)], projections)
         logprobs_TV = torch.log_softmax(logits_TV.float(), -1)
         own_T1 = logprobs_TV.gather(-1, torch.tensor(part)[:, None])
         ranks = ((logprobs_TV > own_T1).sum(-1) + 1).tolist()

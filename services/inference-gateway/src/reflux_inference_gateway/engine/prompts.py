@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
+from reflux_inference_gateway.engine.lanes import Lane
 from reflux_inference_gateway.engine.prefix_store import BLOCK_TOKENS, PrefixStore
 from reflux_inference_gateway.engine.sequences import Sequence as Sample
 from reflux_inference_gateway.engine.types import ComputedPrompt, GroupRequest, PromptScores
@@ -20,10 +21,12 @@ class _Open:
 
     kv: PrefixKV
     scores: PromptScores
+    serial: int
+    """Of the lane whose weights computed it."""
 
 
 class Prompts:
-    """Owns what outlives the rows of a prompt. All of it is void once the weights change."""
+    """Owns what outlives the rows of a prompt. It is void once the weights of its lane change."""
 
     def __init__(self, cache: SlotCache, store: PrefixStore) -> None:
         self._cache, self._store = cache, store
@@ -34,14 +37,14 @@ class Prompts:
         self.reused_tokens = 0
         """Prompt tokens since the start that other prompts had computed."""
 
-    def adopt(self, request: GroupRequest, epoch: int) -> None:
-        """Takes over what another engine has computed of a prompt, if its weights were those of `epoch`."""
+    def adopt(self, request: GroupRequest, lane: Lane) -> None:
+        """Takes over what another engine has computed of a prompt, if its weights were those of the lane."""
         given = request.given
-        if given is not None and given.epoch == epoch and request.sampling.prompt_logprobs is None:
-            self._open[request.request_id] = _Open(given.kv, [])
+        if given is not None and given.epoch == lane.weights.epoch and request.sampling.prompt_logprobs is None:
+            self._open[request.request_id] = _Open(given.kv, [], lane.serial)
             self.reused_tokens += given.kv.keys.shape[3]
 
-    def seat(self, group: list[Sample], row: int, version: int, leaders: Leaders, *, more: bool) -> None:
+    def seat(self, group: list[Sample], row: int, leaders: Leaders, *, more: bool) -> None:
         """Prepares neighbouring rows from `row` on for samples of one group; `more` of it wait for rows.
 
         One sample of a group is filled, the others follow it. It may itself follow one of `leaders`.
@@ -54,24 +57,25 @@ class Prompts:
             self._cache.insert(opened.kv, torch.zeros_like(rows), rows)
             for sample in group:
                 sample.prompt_scores = opened.scores
-                sample.fill(0, version)
+                sample.fill(0)
             return
         self.seated += 1
         for sample in group[1:]:
             sample.leader, sample.shared = group[0], end
         if request.sampling.prompt_logprobs is None:
-            group[0].filled = self._store.load(request.prompt_ids[:end], request.cache_salt, self._cache, row)
+            group[0].filled = self._store.load(request.prompt_ids[:end], group[0].salt, self._cache, row)
             self.reused_tokens += group[0].filled
             self._follow(group[0], leaders)
 
-    def filled(self, sample: Sample, row: int, epoch: int, *, first: bool) -> None:
-        """A prompt was computed in a row by the weights of `epoch`, for the `first` time or again after a swap."""
+    def filled(self, sample: Sample, row: int, *, first: bool) -> None:
+        """A prompt was computed in a row by the weights of its lane, for the `first` time or again after a swap."""
         request, end = sample.request, sample.prompt_end
-        self._store.save(request.prompt_ids[:end], request.cache_salt, self._cache, row)
+        self._store.save(request.prompt_ids[:end], sample.salt, self._cache, row)
         if first and request.hand_over:
-            sample.computed = ComputedPrompt(self._cache.extract(row, end), epoch)
+            sample.computed = ComputedPrompt(self._cache.extract(row, end), sample.lane.weights.epoch)
         if first and request.request_id in self._unseated:
-            self._open[request.request_id] = _Open(self._cache.extract(row, end), sample.prompt_scores)
+            kept = _Open(self._cache.extract(row, end), sample.prompt_scores, sample.lane.serial)
+            self._open[request.request_id] = kept
 
     def share(self, row: int, sample: Sample, followers: Sequence[tuple[int, Sample]]) -> None:
         """Copies a filled prompt's beginning to the rows that wait for it."""
@@ -82,10 +86,9 @@ class Prompts:
             if one.request is sample.request:
                 one.prompt_scores = sample.prompt_scores
 
-    def clear(self) -> None:
-        """The weights have changed."""
-        self._open.clear()
-        self._store.clear()
+    def forget_all(self, serial: int) -> None:
+        """The weights of a lane have changed. Blocks in the store are never found again and make room for others."""
+        self._open = {name: kept for name, kept in self._open.items() if kept.serial != serial}
 
     def forget(self, request_id: str) -> None:
         """All samples of a group have rows, or have ended."""
@@ -96,7 +99,7 @@ class Prompts:
         prompt, filled = sample.request.prompt_ids, sample.filled or 0
         if sample.prompt_end < BLOCK_TOKENS:
             return
-        leader = leaders.setdefault((sample.request.cache_salt, prompt[:BLOCK_TOKENS]), sample)
+        leader = leaders.setdefault((sample.salt, prompt[:BLOCK_TOKENS]), sample)
         if leader is not sample:
             end = min(sample.prompt_end, leader.prompt_end)
             shared = _common(prompt[:end], leader.request.prompt_ids)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from reflux.inference_gateway.v1.replica_pb2 import Replica as ReplicaMessage
 from reflux_inference_gateway.engine.settings import EngineSettings
+from reflux_kit.scope import run_of
 from reflux_kit.server import Bound
 
 if TYPE_CHECKING:  # The adapter of foreign engines takes `Fatal` from here, and it runs without torch.
@@ -41,9 +42,13 @@ class Fatal:
 class Description:
     """Owns what the replica says about itself; complete once the addresses are bound."""
 
-    def __init__(self, settings: EngineSettings, model_id: str, options: "CoreOptions", engine: "EngineLoop") -> None:
+    def __init__(
+        self, settings: EngineSettings, model_id: str, options: "CoreOptions", engine: "EngineLoop", adapter: str = ""
+    ) -> None:
+        """`adapter` is the engine's name of the model, where it is not its own."""
+        self._settings, self._options, self._adapter = settings, options, adapter
         self._fixed = ReplicaMessage(
-            name=replica_name(settings.run or "engine", settings.rank),
+            name=replica_name(adapter or settings.run or "engine", settings.rank),
             model_id=model_id,
             role=ReplicaMessage.ROLE_BOTH,
             capacity=options.max_rows,
@@ -67,6 +72,15 @@ class Description:
         self._fixed.grpc_address = self._reachable(bound.grpc)
         self._fixed.http_url = f"http://{self._reachable(bound.http)}" if bound.http else ""
 
+    def beside(self, adapter: str) -> "Description":
+        """Of an adapter that this process serves: an entry of its own, at the address of this one.
+
+        It has no HTTP door: that one answers for the engine's own model.
+        """
+        other = Description(self._settings, adapter, self._options, self._engine, adapter)
+        other._fixed.grpc_address, other._fixed.run = self._fixed.grpc_address, run_of(adapter)
+        return other
+
     def _reachable(self, address: str) -> str:
         host, _, port = address.rpartition(":")
         if host in _WILDCARDS:
@@ -74,12 +88,14 @@ class Description:
         return f"{self._host or host}:{port}"
 
     def __call__(self) -> ReplicaMessage:
-        """The replica at this moment."""
+        """The replica at this moment; the load is that of the whole process."""
         load = self._engine.load()
         message = ReplicaMessage()
         message.CopyFrom(self._fixed)
-        message.version, message.epoch = load.version, load.epoch
-        fault = self._engine.unfit or self.fault
+        weights = self._engine.serves(self._adapter)
+        if weights is not None:
+            message.version, message.epoch = weights.version, weights.epoch
+        fault = self._engine.unfit or self.fault or ("" if weights else "no version has come yet")
         message.health = ReplicaMessage.HEALTH_UNHEALTHY if fault else ReplicaMessage.HEALTH_OK
         message.health_reason = fault
         message.sequences, message.pending_tokens = load.running + load.waiting, load.pending_tokens

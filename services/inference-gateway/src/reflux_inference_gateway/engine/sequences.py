@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from reflux_inference_gateway.engine.lanes import Lane
 from reflux_inference_gateway.engine.stops import Decode, TextCursor
 from reflux_inference_gateway.engine.types import ComputedPrompt, FinishedSample, GroupRequest, PromptScores, Span
 
@@ -39,6 +40,7 @@ class Sequence:
 
     request: GroupRequest
     index: int
+    lane: Lane
     spans: SpanLog
     cursor: TextCursor | None = None
     top_logprobs: list[dict[int, float]] = field(default_factory=list)
@@ -69,6 +71,11 @@ class Sequence:
         return self.begun and not self.ready
 
     @property
+    def salt(self) -> str:
+        """Only samples of the same one may share computed prompts."""
+        return self.lane.salt(self.request.cache_salt)
+
+    @property
     def prompt_end(self) -> int:
         """Positions of the prompt that are filled before the first decode step."""
         return len(self.request.prompt_ids) - 1
@@ -79,10 +86,10 @@ class Sequence:
         self.turn = turn if self.ready else self.turn
         self.filled = 0
 
-    def fill(self, generated: int, version: int) -> None:
-        """All keys and values that it needs are those of weights `version`."""
+    def fill(self, generated: int) -> None:
+        """All keys and values that it needs are those of its lane's weights."""
         self.filled, self.begun, self.lingering, self.leader = None, True, False, None
-        self.spans.swap(generated, version, kept_kv=False)
+        self.spans.swap(generated, self.lane.weights.version, kept_kv=False)
 
     @property
     def watched(self) -> bool:
@@ -111,10 +118,11 @@ class Sequence:
         )
 
 
-def start_sequence(request: GroupRequest, index: int, version: int, turn: int, decode: Decode | None) -> Sequence:
+def start_sequence(request: GroupRequest, index: int, lane: Lane, turn: int, decode: Decode | None) -> Sequence:
     """A sequence without tokens that waits to be filled since `turn`; `decode` is needed for stop strings only."""
     stops = request.sampling.stops
     if stops and decode is None:
         raise ValueError("stop strings need a tokenizer")
     cursor = TextCursor(decode, stops) if stops and decode is not None else None
-    return Sequence(request, index, SpanLog(version, version), cursor, turn=turn)
+    version = lane.weights.version
+    return Sequence(request, index, lane, SpanLog(version, version), cursor, turn=turn)

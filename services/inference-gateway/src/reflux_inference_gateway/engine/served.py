@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from reflux_inference_gateway.engine.kinds import KvPolicy
+from reflux_model.lora import LoraSpec
 from reflux_model.parameters import Parameters
 
 
@@ -27,6 +28,8 @@ class Weights:
     params: Parameters
     version: int
     epoch: int
+    adapter: LoraSpec | None = None
+    """Of an adapter: its `params` are factors on top of the engine's own model."""
 
 
 @dataclass(frozen=True)

@@ -1,16 +1,20 @@
 """The gRPC face of the engine: translates messages, delegates to the loop."""
 
 import asyncio
+import re
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 from reflux.common.v1.common_pb2 import Sample, TokenScores, VersionSpan
 from reflux.inference_gateway.v1 import engine_service_pb2 as pb
 from reflux.inference_gateway.v1.engine_service_pb2_grpc import EngineServiceServicer
 from reflux.inference_gateway.v1.replica_pb2 import Replica as ReplicaMessage
+from reflux_inference_gateway.engine.lanes import OWN
 from reflux_inference_gateway.engine.loop import EngineLoop
 from reflux_inference_gateway.engine.probing import live_fingerprint
+from reflux_inference_gateway.engine.seats import Seats
 from reflux_inference_gateway.engine.types import (
     EngineStopped,
     FinishedSample,
@@ -22,22 +26,29 @@ from reflux_inference_gateway.engine.types import (
 from reflux_inference_gateway.wire import parse_num_samples, parse_prompt, parse_request_id, parse_sampling
 from reflux_kit import telemetry
 from reflux_kit.errors import CapacityExhausted, InvalidRequest, Unavailable
+from reflux_model.errors import UnsupportedModelError
+from reflux_model.lora import LoraSpec, TargetGroup
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["EngineService"].full_name
 _TOKENS_PER_MESSAGE = 100_000
+_ADAPTER = re.compile(r"[A-Za-z0-9._-]{1,128}/adapters/[a-z0-9_-]{1,64}")
+_MAX_LEASE_SECONDS = 3600.0
 
 
 class EngineServicer(EngineServiceServicer):
     """Generate, abort, status, and what lies in memory."""
 
-    def __init__(self, engine: EngineLoop, limits: ModelLimits, describe: Callable[[], ReplicaMessage]) -> None:
+    def __init__(
+        self, engine: EngineLoop, limits: ModelLimits, describe: Callable[[], ReplicaMessage], seats: Seats
+    ) -> None:
         """`describe` gives the replica as it reports itself to the gateway."""
+        self._seats, self._own = seats, describe().model_id
         self._engine = engine
         self._limits = limits
         self._describe = describe
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
-        group = parse_generate(request, self._limits)
+        group = replace(parse_generate(request, self._limits), model=self._model(request.model_id))
         collected: list[Sample] = []
         with telemetry.span("engine.generate", samples=group.num_samples, prompt_tokens=len(group.prompt_ids)):
             try:
@@ -55,7 +66,8 @@ class EngineServicer(EngineServiceServicer):
             yield pb.GenerateResponse(samples=part)
 
     async def AbortRequests(self, request: pb.AbortRequestsRequest, context: Any) -> pb.AbortRequestsResponse:
-        aborted = [request_id for request_id in request.request_ids if self._engine.abort(request_id)]
+        model = self._model(request.model_id)
+        aborted = [request_id for request_id in request.request_ids if self._engine.abort(request_id, model)]
         return pb.AbortRequestsResponse(aborted_ids=aborted)
 
     async def GetFingerprint(self, request: pb.GetFingerprintRequest, context: Any) -> pb.GetFingerprintResponse:
@@ -65,13 +77,43 @@ class EngineServicer(EngineServiceServicer):
     async def ScorePrompt(self, request: pb.ScorePromptRequest, context: Any) -> pb.ScorePromptResponse:
         token_ids = parse_score(request, self._limits)
         try:
-            scored = await asyncio.wrap_future(self._engine.score(token_ids))
+            scored = await asyncio.wrap_future(self._engine.score(token_ids, self._model(request.model_id)))
         except EngineStopped as error:
             raise Unavailable(str(error)) from error
         return pb.ScorePromptResponse(logprobs=scored.logprobs, version=scored.version, epoch=scored.epoch)
 
     async def GetStatus(self, request: pb.GetStatusRequest, context: Any) -> pb.GetStatusResponse:
         return pb.GetStatusResponse(replica=self._describe())
+
+    async def AttachAdapter(self, request: pb.AttachAdapterRequest, context: Any) -> pb.AttachAdapterResponse:
+        name, spec, lease_seconds = parse_attach(request)
+        await self._seats.attach(name, spec, lease_seconds)
+        return pb.AttachAdapterResponse()
+
+    async def DetachAdapter(self, request: pb.DetachAdapterRequest, context: Any) -> pb.DetachAdapterResponse:
+        await self._seats.detach(request.model_id)
+        return pb.DetachAdapterResponse()
+
+    def _model(self, model_id: str) -> str:
+        return OWN if model_id == self._own else model_id
+
+
+def parse_attach(request: pb.AttachAdapterRequest) -> tuple[str, LoraSpec, float]:
+    """Model id, shape and lease of an adapter; raises InvalidRequest naming the field."""
+    if not _ADAPTER.fullmatch(request.model_id):
+        raise InvalidRequest("model_id must be <model>/adapters/<adapter>", field="model_id")
+    wanted: dict[TargetGroup, bool] = {
+        "attention": request.train_attention,
+        "mlp": request.train_mlp,
+        "unembed": request.train_unembed,
+    }
+    if not 0 < request.lease_seconds <= _MAX_LEASE_SECONDS:
+        raise InvalidRequest(f"lease_seconds must be above 0, at most {_MAX_LEASE_SECONDS:g}", field="lease_seconds")
+    try:
+        spec = LoraSpec(rank=request.rank, groups=tuple(group for group in wanted if wanted[group]))
+    except UnsupportedModelError as error:
+        raise InvalidRequest(str(error), field="rank") from None
+    return request.model_id, spec, request.lease_seconds
 
 
 def parse_score(request: pb.ScorePromptRequest, limits: ModelLimits) -> tuple[int, ...]:

@@ -53,8 +53,12 @@ class EngineSettings(ServiceSettings):
     """`swap` keeps a second copy and pauses for an exchange of pointers, `in_place` pulls over the only copy and pauses
     for the transfer; `auto` takes `swap` where two copies and the KV cache fit the memory budget."""
 
-    adapters: dict[str, tuple[str, ...]] = Field(default={})
-    """Adapters whose versions the engine follows: name -> tensors of the model that it replaces, as JSON."""
+    max_adapters: int = Field(default=0, ge=0, le=256)
+    """LoRA adapters that runs may attach at the same time. Above 0 the model itself stays what its folder holds: all
+    adapters stand on the same weights."""
+
+    max_adapter_rank: int = Field(default=64, ge=1, le=1024)
+    """Highest rank of an adapter; bounds the memory of its two buffers."""
 
     memory_budget_bytes: int = Field(default=0, ge=0)
     """Memory for weights and KV cache; 0 takes what the host has available at the start."""

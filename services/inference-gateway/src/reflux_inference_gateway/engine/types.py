@@ -53,6 +53,8 @@ class GroupRequest:
     sampling: Sampling
     stream_tokens: bool = False
     """Deliver every token as it is drawn; otherwise only finished samples."""
+    model: str = ""
+    """Adapter that draws; empty is the engine's own model."""
     cache_salt: str = ""
     """Only prompts of the same salt share computed prefixes."""
     given: ComputedPrompt | None = None

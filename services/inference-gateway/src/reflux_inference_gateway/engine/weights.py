@@ -2,25 +2,22 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 from grpc.aio import Channel
 
 from reflux_inference_gateway.engine.holding import Holding
+from reflux_inference_gateway.engine.lanes import OWN
 from reflux_inference_gateway.engine.loop import EngineLoop
 from reflux_inference_gateway.engine.replica import Description
 from reflux_inference_gateway.engine.settings import EngineSettings
 from reflux_kit.channel import open_channel
-from reflux_kit.scope import ADAPTERS
 from reflux_transfer.client.in_place import InPlaceReceiver
 from reflux_transfer.client.layouts import single_rank
 from reflux_transfer.client.offer import Update
 from reflux_transfer.client.puller import Puller
-from reflux_transfer.client.receiver import Apply
 from reflux_transfer.client.reporting import reporting
 from reflux_transfer.client.subscriber import BrokerSubscriber
 from reflux_transfer.client.swap import SwapReceiver
@@ -36,25 +33,30 @@ class Follower:
     """Owns the engine's side of the protocol: what the subscriber asks of an engine, and what became of it."""
 
     def __init__(
-        self, engine: EngineLoop, holding: Holding, description: Description, announce: Callable[[], None]
+        self,
+        engine: EngineLoop,
+        holding: Holding,
+        description: Description,
+        announce: Callable[[], None],
+        model: str = OWN,
     ) -> None:
         """`announce` is called after each commit, so that requests that wait for the version are routed at once, and
-        whenever the replica's health may have changed.
+        whenever the replica's health may have changed. `model` is the engine's name of what it follows.
         """
-        self.holding = holding
+        self.holding, self._model = holding, model
         self._engine, self._description, self._announce = engine, description, announce
 
     async def apply(self, update: Update) -> float:
         """Serves an update; see `Apply` of `reflux_transfer.client.receiver`."""
         weights = self.holding.weights(update.index, update.version, update.epoch)
         try:
-            return await asyncio.wrap_future(self._engine.swap(weights, update.fill))
+            return await asyncio.wrap_future(self._engine.swap(weights, update.fill, self._model))
         finally:
             self._announce()
 
     async def score(self, token_ids: Sequence[int]) -> Sequence[float]:
         """Scores the probe prompt."""
-        return (await asyncio.wrap_future(self._engine.score(token_ids))).logprobs
+        return (await asyncio.wrap_future(self._engine.score(token_ids, self._model))).logprobs
 
     def judged(self, fault: str) -> None:
         """The broker has compared the scores with the learner's."""
@@ -64,80 +66,56 @@ class Follower:
         self._announce()
 
 
-@dataclass(frozen=True)
-class Followed:
-    """What a replica follows: the model, and adapters by name; and what its self-test says of the transports."""
+class BrokerLink:
+    """Owns what all subscriptions of this process share: the channel, and what is known of paths to peers."""
 
-    model: Follower
-    adapters: Mapping[str, Holding] = field(default_factory=dict)
-    choice: Choice | None = None
+    def __init__(self, settings: EngineSettings, channel: Channel, paths: PathBook) -> None:
+        self._settings, self._channel, self._paths = settings, channel, paths
 
+    @asynccontextmanager
+    async def following(
+        self, model_id: str, replica: str, follower: Follower, fatal: Callable[[str], None]
+    ) -> AsyncIterator[None]:
+        """Keeps the engine at a model's committed versions while the block runs.
 
-@asynccontextmanager
-async def following(
-    settings: EngineSettings,
-    model_id: str,
-    replica: str,
-    followed: Followed,
-    engine: EngineLoop,
-    fatal: Callable[[str], None],
-) -> AsyncIterator[None]:
-    """Keeps the engine at the broker's committed versions while the block runs.
-
-    `fatal` is called when the broker refuses the replica (another layout): it would serve old weights for ever.
-    """
-    model, paths = followed.model, PathBook(settings.transfer)
-    async with (
-        open_channel(settings.broker_address, settings, retry=RETRY, subject="engine") as channel,
-        reporting(channel, replica, followed.choice, paths),
-    ):
-        subscribe = partial(_subscriber, channel, replica, settings, paths)
-        subscribers = [
-            subscribe(model_id, model.holding, model.apply, probe=model.score, judged=model.judged),
-            *(
-                subscribe(f"{model_id}{ADAPTERS}{name}", holding, _keeps(engine, name, holding))
-                for name, holding in followed.adapters.items()
-            ),
-        ]
+        `fatal` is called when the broker refuses the replica (another layout): it would serve old weights for ever.
+        """
+        task = asyncio.create_task(self._subscriber(model_id, replica, follower).run())
 
         def ended(task: "asyncio.Task[None]") -> None:
             if not task.cancelled() and (error := task.exception()) is not None:
                 fatal(f"the weight broker refuses this replica: {error}")
 
-        tasks = [asyncio.create_task(subscriber.run()) for subscriber in subscribers]
-        for task in tasks:
-            task.add_done_callback(ended)
+        task.add_done_callback(ended)
         try:
             yield
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    def _subscriber(self, model_id: str, replica: str, follower: Follower) -> BrokerSubscriber:
+        holding, transfer = follower.holding, self._settings.transfer
+        kind = SwapReceiver if holding.mode.mode == "swap" else InPlaceReceiver
+        scope = scope_of(model_id, self._settings.stack_secret)
+        puller = Puller(scope, partial(open_backend, settings=transfer), self._paths)
+        return BrokerSubscriber(
+            self._channel,
+            replica=replica,
+            model_id=model_id,
+            layout=single_rank(holding.layout),
+            receiver=kind(holding.arenas, scope=scope, puller=puller),
+            apply=follower.apply,
+            probe=follower.score,
+            judged=follower.judged,
+        )
 
 
-def _subscriber(
-    channel: Channel,
-    replica: str,
-    settings: EngineSettings,
-    paths: PathBook,
-    model_id: str,
-    holding: Holding,
-    apply: Apply,
-    **hooks: Any,
-) -> BrokerSubscriber:
-    kind = SwapReceiver if holding.mode.mode == "swap" else InPlaceReceiver
-    scope = scope_of(model_id, settings.stack_secret)
-    puller = Puller(scope, partial(open_backend, settings=settings.transfer), paths)
-    receiver = kind(holding.arenas, scope=scope, puller=puller)
-    layout = single_rank(holding.layout)
-    return BrokerSubscriber(
-        channel, replica=replica, model_id=model_id, layout=layout, receiver=receiver, apply=apply, **hooks
-    )
-
-
-def _keeps(engine: EngineLoop, name: str, holding: Holding) -> Apply:
-    async def apply(update: Update) -> float:
-        weights = holding.weights(update.index, update.version, update.epoch)
-        return await asyncio.wrap_future(engine.keep_adapter(name, weights))
-
-    return apply
+@asynccontextmanager
+async def broker_link(settings: EngineSettings, replica: str, choice: Choice) -> AsyncIterator[BrokerLink]:
+    """Opens the link and reports what the self-test said of the transports."""
+    paths = PathBook(settings.transfer)
+    async with (
+        open_channel(settings.broker_address, settings, retry=RETRY, subject="engine") as channel,
+        reporting(channel, replica, choice, paths),
+    ):
+        yield BrokerLink(settings, channel, paths)

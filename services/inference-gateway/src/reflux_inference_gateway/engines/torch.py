@@ -37,8 +37,9 @@ _LOST = (
 class TorchReplica(ReplicaClient):
     """Owns the channel to one `reflux-engine`."""
 
-    def __init__(self, address: str, settings: ServiceSettings) -> None:
-        self._address = address
+    def __init__(self, address: str, model_id: str, settings: ServiceSettings) -> None:
+        """`model_id` is one of those that the process at `address` serves."""
+        self._address, self._model_id = address, model_id
         self._channel = open_channel(address, settings, subject="inference-gateway")
         self._stub: EngineServiceAsyncStub = EngineServiceStub(self._channel)
 
@@ -51,6 +52,7 @@ class TorchReplica(ReplicaClient):
             num_samples=call.num_samples,
             sampling=_sampling(call),
             whole_group=call.whole_group,
+            model_id=self._model_id,
         )
         missing = call.num_samples
         answer = self._stub.Generate(request, timeout=deadline_seconds)
@@ -74,7 +76,8 @@ class TorchReplica(ReplicaClient):
 
     async def abort(self, request_id: str) -> None:
         try:
-            await self._stub.AbortRequests(pb.AbortRequestsRequest(request_ids=[request_id]), timeout=_ABORT_SECONDS)
+            request = pb.AbortRequestsRequest(request_ids=[request_id], model_id=self._model_id)
+            await self._stub.AbortRequests(request, timeout=_ABORT_SECONDS)
         except aio.AioRpcError as error:  # its requests end with it
             log.warning("%s did not hear of the abort of %s: %s", self._address, request_id, error.details())
 

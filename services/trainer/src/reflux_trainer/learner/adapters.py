@@ -1,12 +1,10 @@
-"""Publishes models beside the learner's own: named parts of it on top of its weights, and adapters added into it."""
+"""Publishes models beside the learner's own: the factors of adapters, and its weights with adapters added in."""
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Sequence
 
 from grpc.aio import Channel
 
-from reflux_kit.errors import InvalidRequest
 from reflux_model.lora import merged
 from reflux_model.parameters import Parameters
 from reflux_trainer.learner.lora import LoraAdapter
@@ -14,14 +12,6 @@ from reflux_trainer.learner.publish import Outlet, WeightPublisher
 
 _KEPT = 8
 """Publishers whose arenas stay; each has room for two copies of what it publishes."""
-
-
-def chosen(params: Parameters, tensors: Sequence[str]) -> Parameters:
-    """The tensors of an adapter, in the model's order. Raises `InvalidRequest` naming those that the model lacks."""
-    missing = [name for name in tensors if name not in params]
-    if missing or not tensors:
-        raise InvalidRequest(f"an adapter needs tensors of the model; unknown are {missing}", field="adapter_tensors")
-    return {name: tensor for name, tensor in params.items() if name in set(tensors)}
 
 
 def merged_weights(params: Parameters, adapter: LoraAdapter | None) -> Parameters:

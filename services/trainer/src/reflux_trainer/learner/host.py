@@ -23,7 +23,7 @@ from reflux_kit.errors import NotFound, Unavailable, WrongState
 from reflux_kit.scope import ADAPTERS
 from reflux_storage.stream import ObjectReceipt
 from reflux_trainer.learner.adapter_state import restore_adapter
-from reflux_trainer.learner.adapters import PublishersBeside, chosen, merged_weights
+from reflux_trainer.learner.adapters import PublishersBeside, merged_weights
 from reflux_trainer.learner.backends import AnyLearner, Backend, Capture, OneRank
 from reflux_trainer.learner.core import Learner
 from reflux_trainer.learner.folders import Source
@@ -197,19 +197,20 @@ class LearnerHost:
             async with self.order:
                 # From the announcement on replicas wait for the weights, so no operation may come in between.
                 self.check_present(session)
-                params, publisher = session.learner.params, session.publisher
-                if order.adapter:
-                    name = f"{session.model_id}{ADAPTERS}{order.adapter}"
-                    await until_finished.enter_async_context(session.beside.turn(name))
-                    params = chosen(session.whole.params, order.adapter_tensors)
-                    publisher = await session.beside.of(name, params)
-                merged = session.adapter(order.merged_adapter) if order.merged_adapter else None
-                version = merged.version if merged else session.learner.version
-                params = await self.in_torch(merged_weights, params, merged)
+                name = order.adapter or order.merged_adapter
+                adapter = session.adapter(name) if name else None
+                version = adapter.version if adapter else session.learner.version
+                if adapter is not None and order.adapter:
+                    params, published_as = adapter.params, f"{session.model_id}{ADAPTERS}{name}"
+                    await until_finished.enter_async_context(session.beside.turn(published_as))
+                    publisher = await session.beside.of(published_as, params)
+                else:
+                    publisher = session.publisher
+                    params = await self.in_torch(merged_weights, session.learner.params, adapter)
                 publishing = await publisher.begin(version, order, session.publisher.epoch)
                 await until_finished.enter_async_context(publishing)
                 await self.in_torch(publisher.write, publishing, params)
-                scores = await self.in_torch(_probe_scores, session.learner, order.probe_token_ids, merged)
+                scores = await self.in_torch(_probe_scores, session.learner, order.probe_token_ids, adapter)
             if scores:
                 await publisher.report_probe(publishing, scores)
             return await publisher.finish(publishing)

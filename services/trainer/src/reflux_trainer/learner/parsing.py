@@ -92,7 +92,6 @@ def parse_publish(request: pb.PublishWeightsRequest, config: ModelConfig) -> Pub
         min_replicas=request.min_replicas,
         probe_token_ids=tuple(probe),
         adapter=request.adapter,
-        adapter_tensors=tuple(request.adapter_tensors),
         publish_as=request.publish_as,
         version=request.version,
         merged_adapter=request.merged_adapter,

@@ -50,8 +50,7 @@ class PublishOrder:
     probe_token_ids: tuple[int, ...] = ()
     """Prompt that learner and replicas score; empty compares nothing."""
     adapter: str = ""
-    """Name of the adapter that is published instead of the model."""
-    adapter_tensors: tuple[str, ...] = ()
+    """The LoRA adapter whose factors are published instead of the model."""
     publish_as: str = ""
     """Model of broker and gateway that gets full weights as `version`; empty: the model itself."""
     version: int = 0

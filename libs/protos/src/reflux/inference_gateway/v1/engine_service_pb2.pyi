@@ -31,12 +31,15 @@ class GenerateRequest(_message.Message):
     NUM_SAMPLES_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
     WHOLE_GROUP_FIELD_NUMBER: _builtins.int
+    MODEL_ID_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Id for AbortRequests and traces."""
     num_samples: _builtins.int
     """Number of samples."""
     whole_group: _builtins.bool
     """Answer with one message when every sample is finished."""
+    model_id: _builtins.str
+    """Model that draws, as the replica is registered for it; empty is the engine's own."""
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Prompt as token ids."""
@@ -53,10 +56,11 @@ class GenerateRequest(_message.Message):
         num_samples: _builtins.int = ...,
         sampling: _common_pb2.SamplingParams | None = ...,
         whole_group: _builtins.bool = ...,
+        model_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_samples", b"num_samples", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "whole_group", b"whole_group"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model_id", b"model_id", "num_samples", b"num_samples", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "whole_group", b"whole_group"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -93,6 +97,9 @@ class AbortRequestsRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     REQUEST_IDS_FIELD_NUMBER: _builtins.int
+    MODEL_ID_FIELD_NUMBER: _builtins.int
+    model_id: _builtins.str
+    """Model that draws, as in Generate."""
     @_builtins.property
     def request_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Ids given with Generate."""
@@ -101,10 +108,11 @@ class AbortRequestsRequest(_message.Message):
         self,
         *,
         request_ids: _abc.Iterable[_builtins.str] | None = ...,
+        model_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_ids", b"request_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model_id", b"model_id", "request_ids", b"request_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -183,7 +191,7 @@ class GetFingerprintRequest(_message.Message):
 
     ADAPTER_FIELD_NUMBER: _builtins.int
     adapter: _builtins.str
-    """Name of an adapter that the engine holds; empty is the model."""
+    """Model id of an adapter that is attached; empty is the model."""
     def __init__(
         self,
         *,
@@ -230,6 +238,9 @@ class ScorePromptRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    MODEL_ID_FIELD_NUMBER: _builtins.int
+    model_id: _builtins.str
+    """Model that scores, as in Generate."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Two tokens at least."""
@@ -238,10 +249,11 @@ class ScorePromptRequest(_message.Message):
         self,
         *,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        model_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model_id", b"model_id", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -278,3 +290,101 @@ class ScorePromptResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ScorePromptResponse: _TypeAlias = ScorePromptResponse  # noqa: Y015
+
+@_typing.final
+class AttachAdapterRequest(_message.Message):
+    """Which adapter to serve."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_ID_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
+    TRAIN_ATTENTION_FIELD_NUMBER: _builtins.int
+    TRAIN_MLP_FIELD_NUMBER: _builtins.int
+    TRAIN_UNEMBED_FIELD_NUMBER: _builtins.int
+    LEASE_SECONDS_FIELD_NUMBER: _builtins.int
+    model_id: _builtins.str
+    """Model id of its versions, `<model>/adapters/<adapter>`."""
+    rank: _builtins.int
+    """Ranks of its factors."""
+    train_attention: _builtins.bool
+    """Adapts the attention matrices."""
+    train_mlp: _builtins.bool
+    """Adapts the feed-forward matrices."""
+    train_unembed: _builtins.bool
+    """Adapts the output head."""
+    lease_seconds: _builtins.float
+    """Seconds until the seat is free again unless the call is repeated."""
+    def __init__(
+        self,
+        *,
+        model_id: _builtins.str = ...,
+        rank: _builtins.int = ...,
+        train_attention: _builtins.bool = ...,
+        train_mlp: _builtins.bool = ...,
+        train_unembed: _builtins.bool = ...,
+        lease_seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_seconds", b"lease_seconds", "model_id", b"model_id", "rank", b"rank", "train_attention", b"train_attention", "train_mlp", b"train_mlp", "train_unembed", b"train_unembed"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AttachAdapterRequest: _TypeAlias = AttachAdapterRequest  # noqa: Y015
+
+@_typing.final
+class AttachAdapterResponse(_message.Message):
+    """The adapter has a seat."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AttachAdapterResponse: _TypeAlias = AttachAdapterResponse  # noqa: Y015
+
+@_typing.final
+class DetachAdapterRequest(_message.Message):
+    """Which adapter to serve no longer."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_ID_FIELD_NUMBER: _builtins.int
+    model_id: _builtins.str
+    """Its model id."""
+    def __init__(
+        self,
+        *,
+        model_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model_id", b"model_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DetachAdapterRequest: _TypeAlias = DetachAdapterRequest  # noqa: Y015
+
+@_typing.final
+class DetachAdapterResponse(_message.Message):
+    """It has no seat."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DetachAdapterResponse: _TypeAlias = DetachAdapterResponse  # noqa: Y015

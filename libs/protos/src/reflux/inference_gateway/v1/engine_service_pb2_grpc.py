@@ -60,6 +60,16 @@ class EngineServiceStub:
                 request_serializer=reflux_dot_inference__gateway_dot_v1_dot_engine__service__pb2.ScorePromptRequest.SerializeToString,
                 response_deserializer=reflux_dot_inference__gateway_dot_v1_dot_engine__service__pb2.ScorePromptResponse.FromString,
                 _registered_method=True)
+        self.AttachAdapter = channel.unary_unary(
+                '/reflux.inference_gateway.v1.EngineService/AttachAdapter',
+                request_serializer=reflux_dot_inference__gateway_dot_v1_dot_engine__service__pb2.AttachAdapterRequest.SerializeToString,
+                response_deserializer=reflux_dot_inference__gateway_dot_v1_dot_engine__service__pb2.AttachAdapterResponse.FromString,
+                _registered_method=True)
+        self.DetachAdapter = channel.unary_unary(
+                '/reflux.inference_gateway.v1.EngineService/DetachAdapter',
+                request_serializer=reflux_dot_inference__gateway_dot_v1_dot_engine__service__pb2.DetachAdapterRequest.SerializeToString,
+                response_deserializer=reflux_dot_inference__gateway_dot_v1_dot_engine__service__pb2.DetachAdapterResponse.FromString,
+                _registered_method=True)
 
 
 class EngineServiceServicer:
@@ -101,6 +111,21 @@ class EngineServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def AttachAdapter(self, request, context):
+        """Serves a LoRA adapter beside the model until its lease ends: its versions are pulled from the weight broker, and the
+        gateway gets an entry for it. Repeat it to renew the lease.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DetachAdapter(self, request, context):
+        """Serves an adapter no longer; one that is unknown is no error.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_EngineServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -128,6 +153,16 @@ def add_EngineServiceServicer_to_server(servicer, server):
                     servicer.ScorePrompt,
                     request_deserializer=reflux_dot_inference__gateway_dot_v1_dot_engine__service__pb2.ScorePromptRequest.FromString,
                     response_serializer=reflux_dot_inference__gateway_dot_v1_dot_engine__service__pb2.ScorePromptResponse.SerializeToString,
+            ),
+            'AttachAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.AttachAdapter,
+                    request_deserializer=reflux_dot_inference__gateway_dot_v1_dot_engine__service__pb2.AttachAdapterRequest.FromString,
+                    response_serializer=reflux_dot_inference__gateway_dot_v1_dot_engine__service__pb2.AttachAdapterResponse.SerializeToString,
+            ),
+            'DetachAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.DetachAdapter,
+                    request_deserializer=reflux_dot_inference__gateway_dot_v1_dot_engine__service__pb2.DetachAdapterRequest.FromString,
+                    response_serializer=reflux_dot_inference__gateway_dot_v1_dot_engine__service__pb2.DetachAdapterResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -266,6 +301,60 @@ class EngineService:
             '/reflux.inference_gateway.v1.EngineService/ScorePrompt',
             reflux_dot_inference__gateway_dot_v1_dot_engine__service__pb2.ScorePromptRequest.SerializeToString,
             reflux_dot_inference__gateway_dot_v1_dot_engine__service__pb2.ScorePromptResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AttachAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/reflux.inference_gateway.v1.EngineService/AttachAdapter',
+            reflux_dot_inference__gateway_dot_v1_dot_engine__service__pb2.AttachAdapterRequest.SerializeToString,
+            reflux_dot_inference__gateway_dot_v1_dot_engine__service__pb2.AttachAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DetachAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/reflux.inference_gateway.v1.EngineService/DetachAdapter',
+            reflux_dot_inference__gateway_dot_v1_dot_engine__service__pb2.DetachAdapterRequest.SerializeToString,
+            reflux_dot_inference__gateway_dot_v1_dot_engine__service__pb2.DetachAdapterResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -43,6 +43,12 @@ class EngineServiceStub:
     """Computes the fingerprint of the weights that are served from their bytes in memory, while decoding goes on."""
     ScorePrompt: _grpc.UnaryUnaryMultiCallable[_engine_service_pb2.ScorePromptRequest, _engine_service_pb2.ScorePromptResponse]
     """Returns the log-probs of a prompt's tokens, computed between two decode steps."""
+    AttachAdapter: _grpc.UnaryUnaryMultiCallable[_engine_service_pb2.AttachAdapterRequest, _engine_service_pb2.AttachAdapterResponse]
+    """Serves a LoRA adapter beside the model until its lease ends: its versions are pulled from the weight broker, and the
+    gateway gets an entry for it. Repeat it to renew the lease.
+    """
+    DetachAdapter: _grpc.UnaryUnaryMultiCallable[_engine_service_pb2.DetachAdapterRequest, _engine_service_pb2.DetachAdapterResponse]
+    """Serves an adapter no longer; one that is unknown is no error."""
 
 @_typing.type_check_only
 class EngineServiceAsyncStub(EngineServiceStub):
@@ -59,6 +65,12 @@ class EngineServiceAsyncStub(EngineServiceStub):
     """Computes the fingerprint of the weights that are served from their bytes in memory, while decoding goes on."""
     ScorePrompt: _aio.UnaryUnaryMultiCallable[_engine_service_pb2.ScorePromptRequest, _engine_service_pb2.ScorePromptResponse]  # type: ignore[assignment]
     """Returns the log-probs of a prompt's tokens, computed between two decode steps."""
+    AttachAdapter: _aio.UnaryUnaryMultiCallable[_engine_service_pb2.AttachAdapterRequest, _engine_service_pb2.AttachAdapterResponse]  # type: ignore[assignment]
+    """Serves a LoRA adapter beside the model until its lease ends: its versions are pulled from the weight broker, and the
+    gateway gets an entry for it. Repeat it to renew the lease.
+    """
+    DetachAdapter: _aio.UnaryUnaryMultiCallable[_engine_service_pb2.DetachAdapterRequest, _engine_service_pb2.DetachAdapterResponse]  # type: ignore[assignment]
+    """Serves an adapter no longer; one that is unknown is no error."""
 
 class EngineServiceServicer(metaclass=_abc_1.ABCMeta):
     """The embedded engine of one replica; called by the gateway."""
@@ -102,5 +114,23 @@ class EngineServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_engine_service_pb2.ScorePromptResponse, _abc.Awaitable[_engine_service_pb2.ScorePromptResponse]]:
         """Returns the log-probs of a prompt's tokens, computed between two decode steps."""
+
+    @_abc_1.abstractmethod
+    def AttachAdapter(
+        self,
+        request: _engine_service_pb2.AttachAdapterRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_engine_service_pb2.AttachAdapterResponse, _abc.Awaitable[_engine_service_pb2.AttachAdapterResponse]]:
+        """Serves a LoRA adapter beside the model until its lease ends: its versions are pulled from the weight broker, and the
+        gateway gets an entry for it. Repeat it to renew the lease.
+        """
+
+    @_abc_1.abstractmethod
+    def DetachAdapter(
+        self,
+        request: _engine_service_pb2.DetachAdapterRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_engine_service_pb2.DetachAdapterResponse, _abc.Awaitable[_engine_service_pb2.DetachAdapterResponse]]:
+        """Serves an adapter no longer; one that is unknown is no error."""
 
 def add_EngineServiceServicer_to_server(servicer: EngineServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -650,8 +650,8 @@ class PublishWeightsRequest(_message.Message):
     min_replicas: _builtins.int
     """Replicas that must take part."""
     adapter: _builtins.str
-    """Name of an adapter, a-z, 0-9, "-" and "_": only its tensors are published, as a version of
-    `<model_id>/adapters/<adapter>` on top of the committed weights. Empty publishes the model.
+    """LoRA adapter whose factors are published, as its version of `<model_id>/adapters/<adapter>`, for engines that have it
+    attached on top of the weights that are committed or in the model's folder. Empty publishes the model.
     """
     publish_as: _builtins.str
     """Publishes full weights as this model of broker and gateway, whose replicas may belong to others than the model's own;
@@ -671,7 +671,7 @@ class PublishWeightsRequest(_message.Message):
 
     @_builtins.property
     def adapter_tensors(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Tensors of the adapter, as the model names them."""
+        """Not read: an adapter's version has all of its factors."""
 
     @_builtins.property
     def merged_objects(self) -> _containers.RepeatedCompositeFieldContainer[_checkpoint_pb2.StoredObject]:
