@@ -204,3 +204,32 @@ def test_simulated_lines_of_every_phase_agree_with_the_refinement_program(
         assert grade.reward > 0.65, phase.name
         # nickel, copper and cobalt scatter anomalously, which the simulation leaves out
         assert grade.detail["goodness"] < 1.8, phase.name
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_true_sets_pass_and_wrong_ones_do_not_on_held_out_problems(
+    objcryst: Path, task: XrdTask, database: PhaseDatabase
+) -> None:
+    """The figures of docs/science-xrd.md, "How good": `pytest -m slow -s -k held_out_problems`."""
+    rewards: dict[str, list[float]] = {"true": [], "replaced": [], "surplus": [], "first alone": []}
+    for index in range(40):
+        payload = task.truth(task.problem("heldout", index))
+        true = true_labels(payload)
+        allowed = set(payload["elements"])
+        other = next((p.label for p in task.phases if list(p.label) not in true and set(p.elements) <= allowed), None)
+        sets = {"true": true}
+        if other is not None:
+            sets |= {"replaced": [*true[:-1], list(other)], "surplus": [*true, list(other)]}
+        if len(true) > 1:
+            sets["first alone"] = true[:1]
+        grades = FullVerifier(database, objcryst).grade(payload, map_answers([*sets.values()]))
+        for name, grade in zip(sets, grades, strict=True):
+            rewards[name].append(grade.reward)
+    earned = {name: (np.count_nonzero(each), len(each), np.mean(each), np.min(each)) for name, each in rewards.items()}
+    for name, (passed, count, mean, least) in earned.items():
+        print(f"{name}: {passed} of {count} earn something, {mean:.3f} on average, {least:.3f} at least")
+    assert earned["true"][3] > 0.7
+    assert earned["replaced"][0] <= 0.05 * earned["replaced"][1]
+    assert earned["surplus"][0] == 0
+    assert earned["first alone"][2] < 0.1
