@@ -107,6 +107,9 @@ async def test_a_run_can_be_created_over_http_answers_over_the_openai_api_pauses
         async with session.post(f"{base}/v1/runs", json={"config": config}) as response:
             assert response.status in (200, 201), await response.text()
             created = await response.json()
+        too_large = config | {"model": {"hidden_size": 1 << 17, "num_layers": 80}}
+        async with session.post(f"{base}/v1/runs", json={"config": too_large}) as response:
+            assert (response.status, (await response.json())["error"]["field"]) == (400, "model.hidden_size")
         name = created["name"]
         await harness.wait_step(name, 1)
         await check_openai_api(session, harness, name.removeprefix("runs/"))

@@ -6,6 +6,9 @@ import aiohttp
 import pytest
 from trainer_world import CONFIG
 
+from reflux.common.v1.common_pb2 import Resources
+from reflux.scheduler.v1.scheduler_service_pb2 import TopologyNode
+
 
 async def test_the_http_api_speaks_json_and_server_sent_events(world):
     json_type = {"Content-Type": "application/json"}
@@ -32,6 +35,18 @@ async def test_the_http_api_speaks_json_and_server_sent_events(world):
             assert (await listed.json())["runs"][0]["step"] == 4
         async with http.get(world.http + "/") as page:
             assert "reflux runs" in await page.text()
+
+
+async def test_a_run_that_no_node_holds_is_refused_with_the_arithmetic(world):
+    large = {"model": {"hidden_size": 8192, "num_layers": 80}}
+    world.scheduler.nodes = [TopologyNode(capacity=Resources(memory_bytes=size << 30)) for size in (16, 64)]
+    async with world.trainer(), aiohttp.ClientSession() as http:
+        async with http.post(world.http + "/v1/runs", json={"config": CONFIG | large}) as refused:
+            error = (await refused.json())["error"]
+        assert (refused.status, error["field"]) == (400, "model.hidden_size")
+        assert "the learner needs about" in error["message"]
+        assert "the largest node has 64.00 GiB" in error["message"]
+        assert "model.lora_rank" in error["works"]
 
 
 @pytest.mark.parametrize(

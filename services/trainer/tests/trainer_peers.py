@@ -284,6 +284,10 @@ class Scheduler(scheduler_grpc.SchedulerServiceServicer):
         self.saved = []
         self.save_hold = None
         self.save_code = None
+        self.nodes = []
+
+    async def GetTopology(self, request, context):
+        return scheduler.GetTopologyResponse(nodes=self.nodes)
 
     def end(self, message):
         self.job.state, self.job.message = job_pb2.Job.STATE_FAILED, message

@@ -11,7 +11,7 @@ from reflux_client.connection import ClientError
 from reflux_runs.config import RunConfig
 from reflux_runs.errors import ConfigError
 from reflux_runs.load import changed, load_document, load_file, load_toml, merged
-from reflux_runs.preflight import preflight
+from reflux_runs.preflight import Counts, preflight
 from reflux_runs.translate import to_changes, to_message
 
 
@@ -19,15 +19,25 @@ def load_run_file(
     path: Path, seed: int | None = None, overrides: Mapping[str, Mapping[str, Any]] | None = None
 ) -> RunConfigMessage:
     """Reads and checks a run file. Raises `ClientError` with every key that is wrong and a value that would work."""
+    return to_message(_checked(path, seed, overrides)[0])
+
+
+def counts_of(path: Path, seed: int | None = None) -> Counts:
+    """What a run file amounts to. Raises `ClientError` as `load_run_file` does."""
+    return _checked(path, seed, None)[1]
+
+
+def _checked(
+    path: Path, seed: int | None, overrides: Mapping[str, Mapping[str, Any]] | None
+) -> tuple[RunConfig, Counts]:
     try:
         config = load_file(path)
         if seed is not None or overrides:
             config = _override(path, seed, overrides or {})
         config = _with_whole_path(config)
-        preflight(config)
+        return config, preflight(config)
     except ConfigError as error:
         raise ClientError(f"{path}: {error}") from None
-    return to_message(config)
 
 
 def load_changes(path: Path | None, settings: Sequence[str]) -> RunConfigMessage:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from reflux_runs.config import RunConfig
 from reflux_runs.errors import ConfigError, Refusal
+from reflux_runs.memory import HostMemory, Memory, predict, refuse, shape_of
 
 FRESH_CONTEXT_TOKENS = 64
 """Context of a freshly initialised model: prompt and answer of the example fit twice."""
@@ -33,6 +34,8 @@ class Catalog:
     """Verifier names per task."""
     prompt_tokens: Mapping[str, int] | None = None
     """Longest prompt per task, in tokens."""
+    host: HostMemory | None = None
+    """Memory of the nodes; None means unknown: nothing is refused for want of it."""
 
 
 @dataclass(frozen=True)
@@ -52,10 +55,13 @@ class Counts:
     checkpoints: int
     largest_batch_bytes: int
     """Bound of the largest request to the learner."""
+    memory: Memory | None
+    """Predicted peaks; None when the model's folder cannot be read here."""
 
     def lines(self) -> list[str]:
         """One line per count for people."""
-        return [f"{name.replace('_', ' ')}: {value:,}" for name, value in vars(self).items()]
+        counts = [f"{name.replace('_', ' ')}: {value:,}" for name, value in vars(self).items() if name != "memory"]
+        return counts + (self.memory.lines() if self.memory else [])
 
 
 def installed_catalog() -> Catalog:
@@ -65,7 +71,7 @@ def installed_catalog() -> Catalog:
 
 def derive(config: RunConfig, prompt_tokens: int = FRESH_CONTEXT_TOKENS) -> Counts:
     """Counts of a configuration that passed `preflight`; `prompt_tokens` is the length of the longest prompt."""
-    rl, every = config.rl, config.checkpoint.every_steps
+    rl, every, shape = config.rl, config.checkpoint.every_steps, shape_of(config)
     between = (rl.steps - 1) // config.evaluation.every_steps if config.evaluation.every_steps else 0
     return Counts(
         samples_per_step=rl.groups_per_step * rl.samples_per_group,
@@ -77,6 +83,7 @@ def derive(config: RunConfig, prompt_tokens: int = FRESH_CONTEXT_TOKENS) -> Coun
         evaluation_prompts=2 * config.evaluation.prompts + between * config.evaluation.intermediate_prompts,
         checkpoints=-(-config.warmup.steps // every) + -(-rl.steps // every) if every else 0,
         largest_batch_bytes=max(_batch_bytes(config, prompt_tokens).values()),
+        memory=predict(config, shape, prompt_tokens) if shape else None,
     )
 
 
@@ -92,6 +99,7 @@ def preflight(config: RunConfig, catalog: Catalog | None = None) -> Counts:
         *_model(config, catalog),
         *_fleet(config),
         *_message_size(config, prompt_tokens),
+        *(refuse(config, prompt_tokens, catalog.host) if catalog.host else []),
     ]
     if refusals:
         raise ConfigError(tuple(refusals))

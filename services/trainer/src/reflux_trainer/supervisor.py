@@ -19,6 +19,7 @@ from reflux_runs.preflight import preflight
 from reflux_tasks.options import InvalidOption
 from reflux_trainer.active import ActiveRun, end
 from reflux_trainer.forking import FIXED, find_origin, forked_config
+from reflux_trainer.hosts import host_memory
 from reflux_trainer.late.rewards import cancel_ladders
 from reflux_trainer.peers import Peers
 from reflux_trainer.problems import catalog
@@ -204,6 +205,7 @@ class Supervisor:
             known = await asyncio.to_thread(catalog, config, self._peers.settings.cache_folder)
         except InvalidOption as error:
             raise InvalidRequest(f"task {config.task.name}: {error}", field=f"task.{error.key}") from None
+        known = replace(known, host=await host_memory(self._peers.scheduler))
         log.info("preflight of %s: %s", config.name, "; ".join(preflight(config, known).lines()))
 
     async def _create(self, run: str, config: RunConfig, attempt: int = 1, forked_from: str = "") -> RunRecord:

@@ -19,7 +19,7 @@ from reflux.trainer.v1.run_pb2 import Run
 from reflux.trainer.v1.trainer_service_pb2_grpc import TrainerServiceStub
 from reflux_client import connection
 from reflux_client.progress import RunView
-from reflux_client.runfile import load_run_file
+from reflux_client.runfile import counts_of, load_run_file
 
 _ENDED = (Run.STATE_SUCCEEDED, Run.STATE_FAILED, Run.STATE_CANCELLED)
 _RECONNECT_SECONDS = 120.0
@@ -30,8 +30,12 @@ _RECONNECT_SECONDS = 120.0
 @click.option("--seed", type=int, default=None, help="seed instead of the file's")
 @click.option("--resume", "resume_run", default="", metavar="RUN", help="continue RUN from its newest checkpoint")
 @click.option("--detach", is_flag=True, help="return as soon as the run is accepted")
-def run(file: Path, seed: int | None, resume_run: str, detach: bool) -> None:
+@click.option("--check", is_flag=True, help="only say what the file amounts to, memory included; start nothing")
+def run(file: Path, seed: int | None, resume_run: str, detach: bool, check: bool) -> None:
     """Start the run that FILE describes and watch it. Ctrl-C stops watching; `reflux cancel RUN` stops the run."""
+    if check:
+        click.echo("\n".join(counts_of(file, seed).lines()))
+        return
     config = load_run_file(file, seed)
     created = asyncio.run(create(config, resume_run))
     click.echo(f"run {created.name.removeprefix('runs/')}  folder {created.folder}")
