@@ -110,6 +110,12 @@ class Harness:
         """kill -9."""
         os.kill(pid, signal.SIGKILL)
 
+    def figures(self, run: Run, name: str) -> list[float]:
+        """A figure of the steps of a run's RL stage, where an event has it."""
+        lines = (Path(run.folder) / "events.jsonl").read_text().splitlines()
+        events = [event for event in map(json.loads, lines) if event["stage"] == "rl"]
+        return [event["metrics"][name] for event in events if name in event["metrics"]]
+
     def summary(self, run: Run) -> dict[str, Any]:
         """summary.json of an ended run."""
         return json.loads((Path(run.folder) / "summary.json").read_text())

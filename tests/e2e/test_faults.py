@@ -22,7 +22,7 @@ ROLES = ["engine", "rollout", "learner"]
 async def run_to_the_end(harness, name, victims, after_seconds=0.0):
     """Starts a run, kills the victims one after another, sees each come back, checks the ledger at the end."""
     steps = STEPS * len(victims)
-    created = await harness.create(small_run(name, rl={"steps": steps}))
+    created = await harness.create(small_run(name, rl={"steps": steps, "kl_coefficient": 0.01}))
     for number, victim in enumerate(victims):
         running = await harness.wait_step(created.name, STEPS * number + 3)
         assert running.state == Run.STATE_RUNNING, running.message
@@ -41,6 +41,8 @@ async def run_to_the_end(harness, name, victims, after_seconds=0.0):
     assert summary["steps"] == steps
     assert summary["ledger"]["violations"] == []
     assert summary["ledger"]["trained"] == steps * 4
+    distances = harness.figures(ended, "kl_reference")
+    assert distances[0] < 1e-6 < max(distances), "the reference is the policy that the run began with, kills or not"
 
 
 async def pid_of(harness, run, victim):

@@ -202,6 +202,12 @@ def test_a_run_may_truncate_importance_weights_and_pass_in_gspo_token():
     assert loss_config(RlConfig(loss="gspo_token")).aggregation == "sequence_mean"
 
 
+def test_a_run_may_hold_its_policy_near_the_one_that_it_began_with():
+    loss = loss_config(RlConfig(kl_coefficient=0.04, kl_estimator="k2"))
+    assert (loss.kl_coefficient, loss.kl_estimator, loss.own_reference) == (0.04, "k2", True)
+    assert not loss_config(RlConfig()).own_reference
+
+
 def test_answers_that_are_nearly_too_long_lose_reward_and_unknown_ones_stay_unknown():
     one = group(0, (1.0, 1.0, None))
     lengths = (2, 8, 8)

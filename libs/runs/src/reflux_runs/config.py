@@ -15,6 +15,7 @@ Loss = Literal["ppo", "dual_clip", "reinforce", "cispo", "gspo", "gspo_token", "
 Staleness = Literal["wait", "pace", "drop"]
 Release = Literal["full", "surrogate"]
 InFlight = Literal["most", "adaptive"]
+KlEstimator = Literal["k2", "k3"]
 Transport = Literal["auto", "shm", "ucx", "tcp", "nixl"]
 WeightDtype = Literal["float32", "bfloat16"]
 WeightMode = Literal["auto", "swap", "in_place"]
@@ -164,6 +165,14 @@ class RlConfig(_Section):
     tis_cap: Annotated[float, Field(ge=0.0, le=1e6)] = 0.0
     """Above 0: each token's loss is multiplied by exp(lp_learner - lp_sampler), at most this, and the ratio is taken to
     the learner's policy at the start of the step (arXiv 2110.00641). 2 is usual."""
+
+    kl_coefficient: Annotated[float, Field(ge=0.0, le=1e6)] = 0.0
+    """Above 0: each token's loss gets this share of the KL to a reference, which holds the policy near it (GRPO, arXiv
+    2402.03300, takes 0.04). The reference is the policy that reinforcement learning began with, of which the learner
+    keeps a copy; with `model.lora_rank` it is the model without the adapter, which costs no memory. One rank."""
+
+    kl_estimator: KlEstimator = "k3"
+    """Estimator of that KL from a token's log-probs, d = lp_reference - lp: `k3` is exp(d) - d - 1, `k2` is d^2 / 2."""
 
     overlong_buffer: CountOrZero = 0
     """Above 0: answers of the last so many tokens before `max_tokens` lose reward, linearly up to `overlong_penalty`

@@ -192,6 +192,7 @@ def _learner(config: RunConfig, shape: Shape, prompt_tokens: int) -> dict[str, i
         "process": _PROCESS_BYTES["learner"],
         "weights": 4 * weights + 2 * weights * narrow,
         "weights with the adapter added": 4 * (weights + trained) if model.lora_rank else 0,
+        "reference": 4 * weights if config.rl.kl_coefficient and not model.lora_rank else 0,
         "gradient and moments": 12 * trained,
         "two arenas to publish from": int(arenas),
         "activations": _activations(config, shape, prompt_tokens) * _TYPE_BYTES[model.compute_dtype],

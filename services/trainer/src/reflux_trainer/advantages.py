@@ -54,6 +54,8 @@ def loss_config(config: RlConfig) -> pb.LossConfig:
     (arXiv 2503.20783), everything else by the number of the batch's tokens (DAPO, arXiv 2503.14476).
     """
     loss = pb.LossConfig(name=config.loss, clip_low=config.clip_low, clip_high=config.clip_high, tis_cap=config.tis_cap)
+    if config.kl_coefficient:
+        loss.kl_coefficient, loss.kl_estimator, loss.own_reference = config.kl_coefficient, config.kl_estimator, True
     if config.loss in ("gspo", "gspo_token"):
         loss.aggregation = "sequence_mean"
     elif config.algorithm == "dr_grpo":

@@ -134,6 +134,7 @@ def _learner(forward: pb.ForwardBackwardResponse, optim: pb.OptimStepResponse) -
         "tokens/trained": float(forward.tokens),
         "entropy": forward.entropy,
         "kl_sample_train": forward.kl_sample_train,
+        "kl_reference": forward.kl_reference,
         "logprob_gap_max": forward.max_logprob_gap,
         "clip_fraction": forward.clip_fraction,
         "version": float(optim.version),

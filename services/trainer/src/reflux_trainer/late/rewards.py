@@ -128,6 +128,7 @@ class Corrections:
             for (entry, _), change in zip(due, changes, strict=True)
         ]
         loss.name, loss.tis_cap = "reinforce", self._policy.cap
+        loss.kl_coefficient, loss.own_reference = 0.0, False  # the tokens had theirs when they were trained
         return pb.ForwardBackwardRequest(op_id=op_id, model_id=self._model_id, groups=groups, loss=loss)
 
     async def trained(self, op_id: int, batch: Batch, advantages: Sequence[np.ndarray]) -> None:

@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
 
@@ -30,6 +30,7 @@ from reflux_trainer.learner.batching import (
 from reflux_trainer.learner.figures import BatchSums
 from reflux_trainer.learner.lora import LoraAdapter
 from reflux_trainer.learner.losses.batch import TokenBatch
+from reflux_trainer.learner.losses.kl import kl_term
 from reflux_trainer.learner.losses.registry import token_losses
 from reflux_trainer.learner.numerics import FLOAT32, Numerics
 from reflux_trainer.learner.ops import BatchFigures, GroupData, LossSpec
@@ -72,7 +73,9 @@ class Learner(Trainable):
         sums = BatchSums(_count(groups))
         poisoned, self.poisoned = self.poisoned, True  # what an exception leaves behind is half a gradient
         self.expect_gradient()
-        for part in micro_batches(groups, loss, micro_batch):
+        reference = self.views(self.keep_reference()) if loss.own_reference else {}
+        for each in micro_batches(groups, loss, micro_batch):
+            part = self._with_reference(each, loss, reference)
             total = total_loss(part, self._scores(part.placed, part.packed, None), loss, sums)
             total.backward()
             poisoned |= not math.isfinite(float(total.detach()))
@@ -91,7 +94,10 @@ class Learner(Trainable):
         for job in jobs:
             job.adapter.poisoned = True
             job.adapter.expect_gradient()
-        for parts in _together([micro_batches(job.groups, job.loss) for job in jobs]):
+        streams = [
+            (self._with_reference(part, job.loss, base) for part in micro_batches(job.groups, job.loss)) for job in jobs
+        ]
+        for parts in _together(streams):
             members = [(jobs[index].adapter, part.packed) for index, part in parts]
             total = torch.zeros(())
             for (index, part), scores in zip(parts, self._adapter_scores(base, members), strict=True):
@@ -118,7 +124,9 @@ class Learner(Trainable):
         started = time.perf_counter()
         sums = BatchSums(_count(groups))
         if loss is not None:
-            for part in micro_batches(groups, loss, micro_batch):
+            own = self.params if self.reference is None or adapter is not None else self.views(self.reference)
+            for each in micro_batches(groups, loss, micro_batch):
+                part = self._with_reference(each, loss, own)
                 total_loss(part, self._scores(part.placed, part.packed, adapter), loss, sums)
         else:
             for placed in parts_of(groups, micro_batch):
@@ -126,6 +134,15 @@ class Learner(Trainable):
                 places = [place for piece in placed for place in piece.places]
                 sums.keep(places, self._scores(placed, pack_placed(placed), adapter).logprobs_T, lengths)
         return sums.figures(time.perf_counter() - started, outputs=True)
+
+    @torch.no_grad()
+    def _with_reference(self, part: MicroBatch, loss: LossSpec, reference: Parameters) -> MicroBatch:
+        """The part with log-probs under `reference` where it has none and the loss asks for them."""
+        if not loss.own_reference:
+            return part
+        scores = packed_scores(self.numerics.cast(reference), self.config, part.packed)
+        given_T = part.reference_logprobs_T
+        return replace(part, reference_logprobs_T=torch.where(given_T.isnan(), scores.logprobs_T, given_T))
 
     def _scores(self, placed: Sequence[Placed], packed: PackedRows, adapter: LoraAdapter | None) -> TokenScores:
         if adapter is not None:
@@ -184,6 +201,8 @@ def total_loss(part: MicroBatch, scores: TokenScores, loss: LossSpec, sums: Batc
     # where, not a product with 0: a masked token must not turn an infinite loss into NaN.
     total = torch.where(part.mask_T > 0, losses.loss_T * part.weights_T, 0.0).sum()
     sums.add(part, scores, sampler_T, losses.clipped_T, float(total.detach()))
+    if loss.kl_coefficient > 0:
+        sums.add_reference(part, kl_term(batch, replace(loss, kl_estimator="k3")))
     return total
 
 

@@ -20,6 +20,7 @@ class BatchSums:
         self._gap = 0.0
         self._largest_gap = 0.0
         self._clipped = 0.0
+        self._kl, self._referred = 0.0, 0.0
         self._logprobs: list[tuple[float, ...]] = [()] * completions
 
     @torch.no_grad()
@@ -35,6 +36,13 @@ class BatchSums:
         self._clipped += float((clipped_T * mask_T).sum())
         self.keep(part.places, scores.logprobs_T, part.lengths)
 
+    @torch.no_grad()
+    def add_reference(self, part: MicroBatch, kl_T: Tensor) -> None:
+        """Takes in the KL to the reference of a micro-batch's tokens, where they have one."""
+        counted_T = part.mask_T.where(~part.reference_logprobs_T.isnan(), 0.0)
+        self._kl += float(kl_T @ counted_T)
+        self._referred += float(counted_T.sum())
+
     def keep(self, places: Sequence[int], logprobs_T: Tensor, lengths: Sequence[int]) -> None:
         """Books the log-probs of completions by their place in the batch."""
         for place, row in zip(places, logprobs_T.detach().split(list(lengths)), strict=True):
@@ -48,6 +56,8 @@ class BatchSums:
         self._gap += other._gap
         self._largest_gap = max(self._largest_gap, other._largest_gap)
         self._clipped += other._clipped
+        self._kl += other._kl
+        self._referred += other._referred
         self._logprobs = [own or seen for own, seen in zip(self._logprobs, other._logprobs, strict=True)]
 
     def figures(self, seconds: float, *, outputs: bool) -> BatchFigures:
@@ -61,5 +71,6 @@ class BatchSums:
             max_logprob_gap=self._largest_gap,
             clip_fraction=self._clipped / tokens,
             seconds=seconds,
+            kl_reference=self._kl / max(1.0, self._referred),
             logprobs=tuple(self._logprobs) if outputs else (),
         )

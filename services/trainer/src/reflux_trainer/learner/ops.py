@@ -76,6 +76,8 @@ class LossSpec:
     kl_coefficient: float = 0.0
     """Share of the KL to the reference in the loss; tokens without `reference_logprobs` have none."""
     kl_estimator: Estimator = "k3"
+    own_reference: bool = False
+    """Tokens without `reference_logprobs` take those of the learner's reference (`Learner.reference`)."""
     dro_beta: float = 0.05
     """dro only: weight of the squared distance to the sampler."""
     constant_length: int = 0
@@ -122,6 +124,8 @@ class BatchFigures:
     clip_fraction: float
     """Share of tokens whose gradient the clip took away (or bounded, for cispo)."""
     seconds: float
+    kl_reference: float = 0.0
+    """Mean of the estimate k3 over the tokens that have a reference."""
     logprobs: tuple[tuple[float, ...], ...] = ()
     """Of all tokens of each completion under the weights of the call, where they were asked for."""
 

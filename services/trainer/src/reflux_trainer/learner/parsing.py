@@ -141,6 +141,7 @@ def parse_loss(loss: pb.LossConfig) -> LossSpec:
         correction_level="sequence" if loss.correction_per_sequence else "token",
         kl_coefficient=loss.kl_coefficient,
         kl_estimator=cast(Estimator, estimator),
+        own_reference=loss.own_reference,
         dro_beta=loss.dro_beta,
         constant_length=loss.constant_length,
     )

@@ -66,6 +66,7 @@ class LearnerServicer(LearnerServiceServicer):
             kl_sample_train=figures.kl_sample_train,
             max_logprob_gap=figures.max_logprob_gap,
             clip_fraction=figures.clip_fraction,
+            kl_reference=figures.kl_reference,
             seconds=figures.seconds,
             outputs=_outputs(figures) if request.datums else (),
         )

@@ -1,9 +1,10 @@
 """The learner's whole state as named tensors, to and from an object of the store, bit for bit.
 
-    param/<name>  adam_m/<name>  adam_v/<name>  gradient/<name>   float32, Hugging Face names
+    param/<name>  adam_m/<name>  adam_v/<name>  gradient/<name>  reference/<name>   float32, Hugging Face names
     learner/counters (int64)  learner/rng  learner/journal (bytes)
 
-Moments are there after the first step, gradients only between ForwardBackward and OptimStep.
+Moments are there after the first step, gradients only between ForwardBackward and OptimStep, a reference from the first
+loss on that asks for it.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -99,6 +100,8 @@ def restore(
         learner.optimizer.begin(learner.flat)
         learner.optimizer.steps = int(counters[5])
     learner.accumulated = any(name.startswith("gradient/") for name in index.spans)
+    if any(name.startswith("reference/") for name in index.spans):
+        learner.keep_reference()
     read_flat(store, index, learner, flat_parts(learner))
     return Restored(learner, journal, int(counters[2]))
 
@@ -111,6 +114,8 @@ def flat_parts(trainable: Trainable) -> dict[str, Tensor]:
         parts |= {"adam_m": mean, "adam_v": square}
     if trainable.accumulated:
         parts["gradient"] = trainable.gradient
+    if trainable.reference is not None:
+        parts["reference"] = trainable.reference
     return parts
 
 

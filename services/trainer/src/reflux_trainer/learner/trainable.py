@@ -38,6 +38,8 @@ class Trainable:
         self.optimizer = FlatAdamW()
         self.accumulated = False
         self.poisoned = False
+        self.reference: Tensor | None = None
+        """Frozen copy of `flat`, the policy that a KL term is taken to; None until it is asked for."""
 
     @property
     def params(self) -> Parameters:
@@ -64,6 +66,12 @@ class Trainable:
             name: flat[start : start + math.prod(self._shapes[name])].view(self._shapes[name])
             for name, start in self.offsets.items()
         }
+
+    def keep_reference(self) -> Tensor:
+        """The reference; the first call makes the present weights it."""
+        if self.reference is None:
+            self.reference = _in_huge_pages(self.flat.numel()).copy_(self.flat)
+        return self.reference
 
     def optim_step(self, step: StepSpec) -> StepFigures:
         """Applies the gradient, unless it is not finite, and clears it. A step without any gradient is one of zeros."""

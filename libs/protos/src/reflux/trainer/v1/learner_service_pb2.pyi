@@ -204,6 +204,7 @@ class LossConfig(_message.Message):
     KL_COEFFICIENT_FIELD_NUMBER: _builtins.int
     KL_ESTIMATOR_FIELD_NUMBER: _builtins.int
     DUAL_CLIP_BOUND_FIELD_NUMBER: _builtins.int
+    OWN_REFERENCE_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """"ppo", "reinforce", "cispo", "gspo", "gspo_token", "importance_sampling", "cross_entropy", "dual_clip",
     "decoupled_ppo", "dro".
@@ -234,6 +235,10 @@ class LossConfig(_message.Message):
     """Estimator of the KL: "k1", "k2" or "k3"; empty is "k3"."""
     dual_clip_bound: _builtins.float
     """"dual_clip": bound of the loss for negative advantages, in advantages; 0 is 3."""
+    own_reference: _builtins.bool
+    """Tokens without a reference log-prob of their own take that of the learner's reference: for an adapter the model
+    without it, else the weights of the first ForwardBackward with this flag, which the learner keeps.
+    """
     def __init__(
         self,
         *,
@@ -250,10 +255,11 @@ class LossConfig(_message.Message):
         kl_coefficient: _builtins.float = ...,
         kl_estimator: _builtins.str = ...,
         dual_clip_bound: _builtins.float = ...,
+        own_reference: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["aggregation", b"aggregation", "clip_high", b"clip_high", "clip_low", b"clip_low", "constant_length", b"constant_length", "correction_per_sequence", b"correction_per_sequence", "dro_beta", b"dro_beta", "dual_clip_bound", b"dual_clip_bound", "kl_coefficient", b"kl_coefficient", "kl_estimator", b"kl_estimator", "mis_high", b"mis_high", "mis_low", b"mis_low", "name", b"name", "tis_cap", b"tis_cap"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["aggregation", b"aggregation", "clip_high", b"clip_high", "clip_low", b"clip_low", "constant_length", b"constant_length", "correction_per_sequence", b"correction_per_sequence", "dro_beta", b"dro_beta", "dual_clip_bound", b"dual_clip_bound", "kl_coefficient", b"kl_coefficient", "kl_estimator", b"kl_estimator", "mis_high", b"mis_high", "mis_low", b"mis_low", "name", b"name", "own_reference", b"own_reference", "tis_cap", b"tis_cap"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -415,6 +421,7 @@ class ForwardBackwardResponse(_message.Message):
     CLIP_FRACTION_FIELD_NUMBER: _builtins.int
     SECONDS_FIELD_NUMBER: _builtins.int
     OUTPUTS_FIELD_NUMBER: _builtins.int
+    KL_REFERENCE_FIELD_NUMBER: _builtins.int
     loss: _builtins.float
     """Loss after aggregation."""
     tokens: _builtins.int
@@ -429,6 +436,8 @@ class ForwardBackwardResponse(_message.Message):
     """Share of tokens at a clip bound."""
     seconds: _builtins.float
     """Seconds of compute."""
+    kl_reference: _builtins.float
+    """Mean of the estimate k3 of the KL to the reference, over the tokens that have one."""
     @_builtins.property
     def outputs(self) -> _containers.RepeatedCompositeFieldContainer[Global___DatumOutput]:
         """One per datum, in their order."""
@@ -444,10 +453,11 @@ class ForwardBackwardResponse(_message.Message):
         clip_fraction: _builtins.float = ...,
         seconds: _builtins.float = ...,
         outputs: _abc.Iterable[Global___DatumOutput] | None = ...,
+        kl_reference: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["clip_fraction", b"clip_fraction", "entropy", b"entropy", "kl_sample_train", b"kl_sample_train", "loss", b"loss", "max_logprob_gap", b"max_logprob_gap", "outputs", b"outputs", "seconds", b"seconds", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["clip_fraction", b"clip_fraction", "entropy", b"entropy", "kl_reference", b"kl_reference", "kl_sample_train", b"kl_sample_train", "loss", b"loss", "max_logprob_gap", b"max_logprob_gap", "outputs", b"outputs", "seconds", b"seconds", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

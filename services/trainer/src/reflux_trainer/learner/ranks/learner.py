@@ -3,6 +3,7 @@
 import time
 from collections.abc import Sequence
 
+from reflux_kit.errors import WrongState
 from reflux_model.config import ModelConfig
 from reflux_model.parameters import Parameters
 from reflux_trainer.learner.figures import BatchSums
@@ -35,6 +36,8 @@ class ShardedLearner:
         self, groups: Sequence[GroupData], loss: LossSpec, micro_batch: int = 0, *, outputs: bool = False
     ) -> BatchFigures:
         """See `Learner`; micro-batches are dealt to the ranks."""
+        if loss.own_reference:
+            raise WrongState("a KL to a reference of the learner's own needs one rank: set REFLUX_LEARNER_RANKS to 1")
         started = time.perf_counter()
         sums = self._merged("forward_backward", groups, loss, micro_batch)
         return sums.figures(time.perf_counter() - started, outputs=outputs)
