@@ -54,6 +54,9 @@ class CountingTask(Task[Problem]):
     def problem(self, split: Split, index: int) -> Problem:
         return Problem(split, index)
 
+    def stratum(self, problem: Problem) -> str:
+        return "odd" if problem.index % 2 else "even"
+
     def _number(self, problem: Problem) -> str:
         return f"n{problem.index % self.options.num_phases}"
 

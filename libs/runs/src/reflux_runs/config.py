@@ -16,6 +16,7 @@ Staleness = Literal["wait", "pace", "drop"]
 Release = Literal["full", "surrogate"]
 InFlight = Literal["most", "adaptive"]
 KlEstimator = Literal["k2", "k3"]
+Curriculum = Literal["none", "pass_rate"]
 Transport = Literal["auto", "shm", "ucx", "tcp", "nixl"]
 WeightDtype = Literal["float32", "bfloat16"]
 WeightMode = Literal["auto", "swap", "in_place"]
@@ -155,6 +156,11 @@ class RlConfig(_Section):
     in_flight: InFlight = "most"
     """How many prompts are open. `most`: all that `max_lag` allows. `adaptive`: as many as keep the trainer from
     waiting, by Little's law from the latencies of groups; samples are younger where the trainer is the bottleneck."""
+
+    curriculum: Curriculum = "none"
+    """Which problems are asked. `none`: the task's, one after the other. `pass_rate`: one of the next four, of a kind
+    that is solved about half of the time rather than one that is always or never solved, for tasks that know kinds
+    (docs/training.md)."""
 
     clip_low: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.2
     """Lower clip width: the probability ratio is clipped at 1 - clip_low."""

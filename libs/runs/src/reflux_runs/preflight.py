@@ -134,6 +134,7 @@ def _deterministic(config: RunConfig) -> list[Refusal]:
         "rl.max_lag": (config.rl.max_lag, 0),
         "rl.staleness": (config.rl.staleness, "wait"),
         "rl.release": (config.rl.release, "full"),
+        "rl.curriculum": (config.rl.curriculum, "none"),
         "fleet.weight_dtype": (config.fleet.weight_dtype, "float32"),
     }
     reason = "makes a run depend on timing or rounding, and deterministic = true excludes that"

@@ -94,6 +94,11 @@ class Task(ABC, Generic[P]):
     def prompt_text(self, problem: P) -> str:
         return " ".join(self.prompt_words(problem))
 
+    def stratum(self, problem: P) -> str:
+        """Kind of problem whose pass rate a curriculum follows: one of a few dozen at most. Here all are alike."""
+        del problem
+        return "all"
+
     def prose(self, problem: P) -> str:
         """The problem in sentences, for a language model; a task without them gives its words."""
         return self.prompt_text(problem)

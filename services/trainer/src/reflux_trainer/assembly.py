@@ -5,6 +5,7 @@ import logging
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,9 @@ from reflux_trainer.clients.verification import Verifications, open_verification
 from reflux_trainer.codec import Codec
 from reflux_trainer.consume import BatchFormer
 from reflux_trainer.control import Control
+from reflux_trainer.curriculum import PassRates
 from reflux_trainer.evaluate import Evaluator
+from reflux_trainer.figures import known_rates
 from reflux_trainer.in_flight import InFlight
 from reflux_trainer.issue import Issuer, Questions
 from reflux_trainer.journal import Journal
@@ -27,7 +30,7 @@ from reflux_trainer.learner_client import LearnerClient, ModelSource
 from reflux_trainer.milestones import Milestones
 from reflux_trainer.parts import Parts
 from reflux_trainer.peers import Peers
-from reflux_trainer.problems import catalog, evaluation_tasks, fingerprint, question
+from reflux_trainer.problems import catalog, chosen_problem, evaluation_tasks, fingerprint, question
 from reflux_trainer.prompt_length import with_prompt
 from reflux_trainer.publish import Probe, Publisher
 from reflux_trainer.queue.groups import GroupQueue
@@ -114,7 +117,9 @@ class Assembly:
             window, backlog = await self._window_and_backlog()
             adaptive = rl.in_flight == "adaptive"
             in_flight = InFlight(groups_per_step=rl.groups_per_step, most=window.capacity) if adaptive else None
-            questions = Questions(self._task, codec, ahead=2 * rl.groups_per_step)
+            pass_rates = PassRates(known_rates(self.events())) if rl.curriculum == "pass_rate" else None
+            choose = partial(chosen_problem, self._task, pass_rates, record.config.seed)
+            questions = Questions(self._task, codec, ahead=2 * rl.groups_per_step, choose=choose)
             issuer = Issuer(record.run, self._queue, window, backlog, questions, self.cursor.next_prompt_index)
             late = open_late_rewards(record.config, self._peers.redis, self._peers.ladders, record.run)
             verifications = await stack.enter_async_context(open_verifications(self._peers.sandbox, record.run))
@@ -135,6 +140,7 @@ class Assembly:
                 control=self._control,
                 window=window,
                 in_flight=in_flight,
+                pass_rates=pass_rates,
                 issuer=issuer,
                 batches=BatchFormer(self._queue, backlog, window, issuer, self._waits, rl.groups_per_step),
                 milestones=self._milestones,

@@ -2,14 +2,16 @@
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from reflux.trainer.v1 import learner_service_pb2 as pb
 from reflux_trainer.backlog import rewards_of
 from reflux_trainer.consume import Batch
+from reflux_trainer.curriculum import PassRates
 from reflux_trainer.publish import Sync
 from reflux_trainer.queue.groups import Arrival
 from reflux_trainer.queue.records import Group
@@ -29,6 +31,32 @@ class StepTimes:
     """Seconds that the learner says it computed."""
     at: float
     """Unix time at which the batch was formed."""
+
+
+_PASS_RATE = "curriculum/pass_rate/"
+
+
+def curriculum_figures(rates: PassRates, finished: Sequence[Group]) -> dict[str, float]:
+    """Takes in the groups of a step, and tells pass rate and share of each kind of problem."""
+    for group in finished:
+        if (known := _known(group)).size:
+            rates.observe(group.stratum, float(known.mean()))
+    asked = Counter(group.stratum for group in finished)
+    shares = {f"curriculum/share/{name}": count / asked.total() for name, count in asked.items()}
+    return {f"{_PASS_RATE}{name}": rate for name, rate in rates.rates.items()} | shares
+
+
+def known_rates(events: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Pass rates as the newest event told them: a trainer that was restarted goes on with them."""
+    for event in reversed(events):
+        found = {
+            name.removeprefix(_PASS_RATE): value
+            for name, value in event["metrics"].items()
+            if name.startswith(_PASS_RATE)
+        }
+        if found:
+            return found
+    return {}
 
 
 def lag_counts(groups: Sequence[Group], version: int) -> Counter[int]:

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections.abc import Callable
 from typing import Any
 
 from reflux_kit.telemetry import span, traceparent
@@ -15,17 +16,19 @@ from reflux_trainer.window import Window
 
 
 class Questions:
-    """Training problems by index; `ahead` of them are built in a thread while nobody waits for them."""
+    """What prompts ask, by their index; `ahead` of them are built in a thread while nobody waits for them."""
 
-    def __init__(self, task: Task[Any], codec: Codec, ahead: int) -> None:
+    def __init__(self, task: Task[Any], codec: Codec, ahead: int, choose: Callable[[int], int]) -> None:
+        """`choose` tells the number of the problem that a prompt asks."""
         self._task = task
         self._codec = codec
         self._ahead = ahead
+        self._choose = choose
         self._built: dict[int, tuple[Question, list[int]]] = {}
         self._building: asyncio.Task[None] | None = None
 
     async def take(self, first: int, count: int) -> list[tuple[Question, list[int]]]:
-        """Problems `first` to `first + count` with their prompt ids."""
+        """Those of prompts `first` to `first + count`, with their prompt ids."""
         if self._building is not None:
             await self._building
         wanted = range(first, first + count)
@@ -41,7 +44,7 @@ class Questions:
         self._built |= await asyncio.to_thread(lambda: {index: self._one(index) for index in indices})
 
     def _one(self, index: int) -> tuple[Question, list[int]]:
-        built = question(self._task, "train", index)
+        built = question(self._task, "train", self._choose(index))
         return built, self._codec.prompt_ids(built)
 
 
@@ -68,15 +71,17 @@ class Issuer:
             if not count:
                 return 0
             questions = await self._questions.take(self.next_index, count)
-            prompts = [self._prompt(built, ids) for built, ids in questions]
+            prompts = [self._prompt(self.next_index + place, *built) for place, built in enumerate(questions)]
             await self._queue.issue(prompts)
             self._backlog.issued(prompts)
             self.next_index += count
             self._window.issued(count)
             return count
 
-    def _prompt(self, built: Question, token_ids: list[int]) -> Prompt:
+    def _prompt(self, index: int, built: Question, token_ids: list[int]) -> Prompt:
         # The root span ends at once, so that a crash of the trainer cannot lose it; the children carry the durations.
-        with span("prompt", reflux__run=self._run, reflux__prompt=built.index, reflux__version=self.version):
+        with span("prompt", reflux__run=self._run, reflux__prompt=index, reflux__version=self.version):
             parent = traceparent()
-        return Prompt(built.index, token_ids, built.truth, self.version, time.time(), parent)
+        return Prompt(
+            index, token_ids, built.truth, self.version, time.time(), parent, problem=built.index, stratum=built.stratum
+        )

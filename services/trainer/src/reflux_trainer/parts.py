@@ -10,6 +10,7 @@ from reflux_trainer.checkpointing import Checkpoints
 from reflux_trainer.codec import Codec
 from reflux_trainer.consume import BatchFormer
 from reflux_trainer.control import Control
+from reflux_trainer.curriculum import PassRates
 from reflux_trainer.evaluate import Evaluator
 from reflux_trainer.in_flight import InFlight
 from reflux_trainer.issue import Issuer
@@ -45,6 +46,8 @@ class Parts:
     window: Window
     in_flight: InFlight | None
     """None: as many prompts are open as the bound on lag allows."""
+    pass_rates: PassRates | None
+    """None: problems are asked one after the other."""
     issuer: Issuer
     batches: BatchFormer
     milestones: Milestones

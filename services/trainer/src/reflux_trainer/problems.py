@@ -13,6 +13,7 @@ from reflux_tasks.options import InvalidOption
 from reflux_tasks.registry import create_task, task_names
 from reflux_tasks.task import Split, Task
 from reflux_trainer.clients.ladders import Rungs
+from reflux_trainer.curriculum import CANDIDATES, PassRates
 
 EVALUATION_SETS: Mapping[str, Mapping[str, Any]] = {
     "held": {},
@@ -34,6 +35,8 @@ class Question:
     answer_text: str
     """The right answer with its end word."""
     truth: dict[str, Any]
+    stratum: str = "all"
+    """Kind of problem, for a curriculum."""
 
 
 def task_options(config: RunConfig) -> dict[str, Any]:
@@ -98,7 +101,17 @@ def question(task: Task[Any], split: Split, index: int) -> Question:
         prose=task.prose(problem),
         answer_text=" ".join(task.answer_words(problem)),
         truth=task.truth(problem),
+        stratum=task.stratum(problem),
     )
+
+
+def chosen_problem(task: Task[Any], rates: PassRates | None, run_seed: int, index: int) -> int:
+    """Number of the training problem that prompt `index` asks."""
+    if rates is None:
+        return index
+    numbers = range(index * CANDIDATES, (index + 1) * CANDIDATES)
+    strata = [task.stratum(task.problem("train", number)) for number in numbers]
+    return numbers[rates.choose(strata, sampling_seed(run_seed, index) / 2**63)]
 
 
 def fingerprint(config: RunConfig, task: Task[Any]) -> str:

@@ -12,7 +12,7 @@ from reflux.trainer.v1 import learner_service_pb2 as pb
 from reflux_kit.telemetry import span
 from reflux_trainer import oplog
 from reflux_trainer.consume import Batch
-from reflux_trainer.figures import StepTimes, lag_counts, step_figures
+from reflux_trainer.figures import StepTimes, curriculum_figures, lag_counts, step_figures
 from reflux_trainer.metrics import LAG, REWARD, STEP, STEP_SECONDS
 from reflux_trainer.parts import Parts
 from reflux_trainer.problems import question
@@ -150,6 +150,8 @@ class StepLog:
             figures |= parts.milestones.figures()
         figures |= await parts.late.figures()
         figures |= {"window/open": float(parts.window.open), "window/wanted": float(parts.window.wanted)}
+        if parts.pass_rates is not None:
+            figures |= curriculum_figures(parts.pass_rates, batch.finished)
         figures["learning_rate"] = rl_rate(parts.config.rl, cursor.step - 1)
         detail: dict[str, Any] = {"lag": dict(lag_counts(batch.groups, self._version)), "applied": optim.applied}
         if failures := parts.checkpoints.drain_failures():
@@ -181,7 +183,7 @@ class StepLog:
                 current.set_attribute("reflux.advantages", [round(float(value), 5) for value in values])
 
     def _transcripts(self, cursor: Cursor, group: Group) -> None:
-        built = question(self._parts.task, "train", group.index)
+        built = question(self._parts.task, "train", group.problem)
         for number, (sample, grade) in list(enumerate(zip(group.samples, group.grades, strict=True)))[:2]:
             self._parts.journal.sample(
                 {

@@ -111,6 +111,10 @@ class SynthesisTask(Task[SynthesisProblem]):
         target = targets[int(rng.integers(len(targets)))]
         return SynthesisProblem(split, index, target, self._strike(target, rng))
 
+    def stratum(self, problem: SynthesisProblem) -> str:
+        """By the number of precursors that are missing."""
+        return f"{len(problem.struck)}_missing"
+
     def _strike(self, target: str, rng: np.random.Generator) -> tuple[str, ...]:
         """Sources of the target's metals to take away, so that one source of each is left."""
         wanted = int(rng.integers(0, self.options.max_struck + 1))

@@ -122,6 +122,10 @@ class XrdTask(Task[XrdProblem]):
         elements = self._draw_elements(phase_ids, rng)
         return XrdProblem(split, index, phase_ids, elements, pattern, int(rng.integers(2**31)))
 
+    def stratum(self, problem: XrdProblem) -> str:
+        """By the number of phases."""
+        return f"{len(problem.phase_ids)}_phases"
+
     def _draw_phases(self, split: Split, rng: np.random.Generator) -> tuple[int, ...]:
         if rng.random() >= getattr(self.options, f"{split}_mixtures"):
             return (int(rng.integers(len(self.phases))),)

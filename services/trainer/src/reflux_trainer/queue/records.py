@@ -21,6 +21,10 @@ class Prompt:
     issued_at: float
     """Unix time in seconds."""
     traceparent: str = ""
+    problem: int = 0
+    """Number of the task's problem that it asks."""
+    stratum: str = ""
+    """Kind of that problem."""
 
     def to_bytes(self) -> bytes:
         return _dump(vars(self))
@@ -104,6 +108,8 @@ class Group:
     emitted_at: float
     worker: str
     traceparent: str = ""
+    problem: int = 0
+    stratum: str = ""
     provisional: bool = False
     """Its rewards are a surrogate's; those that count may come later."""
     entry: str = ""

@@ -204,6 +204,8 @@ class Worker:
                 emitted_at=time.time(),
                 worker=self._queue.worker,
                 traceparent=prompt.traceparent or traceparent(),
+                problem=prompt.problem,
+                stratum=prompt.stratum,
                 provisional=not release.final,
             )
             current.set_attribute("reflux.outcome", await self._queue.emit(claim, group))
