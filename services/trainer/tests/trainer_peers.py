@@ -124,6 +124,8 @@ class Gateway(gateway_grpc.InferenceGatewayServiceServicer):
     """Answers any prompt; sample i says token 3 + i. `outages` calls fail first."""
 
     def __init__(self):
+        self.engine = ""
+        """Address of the only replica, if there is one that is called itself."""
         self.version = 0
         self.outages = 0
         self.unknown = 0
@@ -160,7 +162,10 @@ class Gateway(gateway_grpc.InferenceGatewayServiceServicer):
     async def ListReplicas(self, request, context):
         ready = replica_pb2.Replica.STATE_READY
         return gateway.ListReplicasResponse(
-            replicas=[replica_pb2.Replica(name=f"replicas/r{each}", state=ready) for each in range(4)]
+            replicas=[
+                replica_pb2.Replica(name=f"replicas/r{each}", state=ready, grpc_address=self.engine)
+                for each in range(1 if self.engine else 4)
+            ]
         )
 
 
@@ -280,7 +285,7 @@ class Scheduler(scheduler_grpc.SchedulerServiceServicer):
         self.created = asyncio.Event()
         self.place = None
         self.hold = None
-        self.roles = []
+        self.roles, self.request_ids = [], []
         self.saved = []
         self.save_hold = None
         self.save_code = None
@@ -297,6 +302,7 @@ class Scheduler(scheduler_grpc.SchedulerServiceServicer):
         if self.place is not None:
             await self.place.wait()
         self.roles = list(request.roles)
+        self.request_ids.append(request.request_id)
         self.created.set()
         return scheduler.CreateJobResponse(job=self.job)
 

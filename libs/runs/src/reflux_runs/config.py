@@ -276,6 +276,12 @@ class FleetConfig(_Section):
     """Inference replicas that the run starts, with the torch engine. 0 starts none and waits for a replica that is
     started beside it, such as a vLLM server (docs/real-llm.md)."""
 
+    shared: Annotated[str, Field(pattern=r"^([a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?)?$")] = ""
+    """Name of a fleet of torch engines that several LoRA runs on one model folder share: the run's adapter gets a seat
+    on each of its replicas, and weight syncs move its factors only. The first run that names a fleet starts it, with
+    its own `engines` and `weight_dtype`; an idle one ends. Empty: the run has engines of its own. Needs
+    `model.lora_rank` and `model.path`."""
+
     rollout_workers: Annotated[int, Field(ge=1, le=4096)] = 2
     """Rollout workers; each holds its share of the open prompts, at least 16."""
 

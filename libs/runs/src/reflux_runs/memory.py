@@ -144,7 +144,7 @@ def predict(config: RunConfig, shape: Shape, prompt_tokens: int, *, least: bool 
         learner=_learner(config, shape, prompt_tokens),
         engine=_engine(config, shape, prompt_tokens, least=least),
         rollout={"process": _PROCESS_BYTES["rollout"]},
-        engines=config.fleet.engines,
+        engines=0 if config.fleet.shared else config.fleet.engines,
         rollout_workers=config.fleet.rollout_workers,
     )
 

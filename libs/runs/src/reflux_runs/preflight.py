@@ -244,6 +244,9 @@ def _model(config: RunConfig, catalog: Catalog) -> list[Refusal]:
 
 
 def _fleet(config: RunConfig) -> list[Refusal]:
+    if config.fleet.shared and not (config.model.lora_rank and config.model.path):
+        reason = "is for LoRA adapters on one model folder: set model.lora_rank and model.path"
+        return [Refusal("fleet.shared", config.fleet.shared, reason, '""')]
     if config.fleet.weight_delta and config.fleet.weight_dtype != "bfloat16":
         reason = "every step changes nearly all float32 weights, their difference is as large as they are"
         return [Refusal("fleet.weight_delta", True, reason, 'fleet.weight_dtype = "bfloat16"')]

@@ -36,6 +36,7 @@ from reflux_trainer.publish import Probe, Publisher
 from reflux_trainer.queue.groups import GroupQueue
 from reflux_trainer.queue.ledger import Cursor, Ledger
 from reflux_trainer.records import RunRecord
+from reflux_trainer.shared import served_model
 from reflux_trainer.staleness.registry import POLICIES
 from reflux_trainer.watchdog import Waits
 from reflux_trainer.window import Window
@@ -164,6 +165,7 @@ class Assembly:
             compute_dtype=config.model.compute_dtype,
             gradient_checkpointing=config.model.gradient_checkpointing,
             deterministic=config.deterministic,
+            factors=bool(fleet.shared),
             lora_rank=config.model.lora_rank,
             lora_targets=frozenset(config.model.lora_targets.split("+")),
         )
@@ -181,13 +183,14 @@ class Assembly:
         fleet, probe = self._record.config.fleet, Probe()
         if fleet.probe_every:
             probe = Probe(fleet.probe_every, tuple(codec.prompt_ids(question(self._task, "train", 0))))
-        run, timeout = self._record.run, fleet.sync_timeout_seconds
-        return Publisher(learner, self._peers.broker, tasks, self._waits, run, timeout, probe)
+        served, timeout = served_model(self._record.run, self._record.config), fleet.sync_timeout_seconds
+        return Publisher(learner, self._peers.broker, tasks, self._waits, served, timeout, probe)
 
     def _evaluator(self, codec: Codec, verifications: Verifications, tasks: asyncio.TaskGroup) -> Evaluator:
         run, config = self._record.run, self._record.config
         stops = [] if codec.end_id is None else [codec.end_id]
-        generator = Generator(self._peers.gateway, run, max_tokens=config.rl.max_tokens, stop_token_ids=stops)
+        served = served_model(run, config)
+        generator = Generator(self._peers.gateway, served, max_tokens=config.rl.max_tokens, stop_token_ids=stops)
         return Evaluator(run, config, self._tasks, codec, generator, verifications, self._journal, self._waits, tasks)
 
     async def _window_and_backlog(self) -> tuple[Window, Backlog]:

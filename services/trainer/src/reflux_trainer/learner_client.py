@@ -66,6 +66,9 @@ class ModelSource:
     """Above 0: the run trains an adapter of this rank, and the model stays as it is."""
     lora_targets: frozenset[str] = frozenset()
 
+    factors: bool = False
+    """The adapter is published by itself, for engines that serve several; else the model with it added in."""
+
     @property
     def adapter(self) -> str:
         """Name of what is trained beside the model; empty when it is the model."""
@@ -149,7 +152,8 @@ class LearnerClient:
             sync_timeout_seconds=sync_timeout_seconds,
             min_replicas=1,
             probe_token_ids=probe_token_ids,
-            merged_adapter=self._source.adapter,
+            adapter=self._source.adapter if self._source.factors else "",
+            merged_adapter="" if self._source.factors else self._source.adapter,
         )
         seconds = 2 * sync_timeout_seconds + _PUBLISH_SLACK_SECONDS
         return await self._call(lambda stub: stub.PublishWeights(request, timeout=seconds))
@@ -279,7 +283,7 @@ class LearnerClient:
             store_url=checkpoint.store_url,
             objects=checkpoint.objects,
             adapter=self._source.adapter,
-            epoch=checkpoint.cursor.epoch,
+            epoch=0 if self._source.factors else checkpoint.cursor.epoch,
         )
         return (await stub.LoadState(loading, timeout=_LOAD_SECONDS)).op_id
 

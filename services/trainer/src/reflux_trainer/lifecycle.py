@@ -64,6 +64,7 @@ class Attempt:
             with self._phase("start"):
                 processes = await self._started()
             helpers.append(tasks.create_task(processes.follow(), name="follow job"))
+            helpers.append(tasks.create_task(processes.keep_seats(), name="keep seats"))
             parts = await stack.enter_async_context(self._assembly.assemble(tasks, processes.saved))
             self._failures = parts.checkpoints.failures
             await self._stages(parts, processes)

@@ -15,18 +15,12 @@ from reflux.scheduler.v1 import job_pb2
 from reflux.scheduler.v1 import scheduler_service_pb2 as pb
 from reflux_kit import auth
 from reflux_runs.config import RunConfig
+from reflux_trainer.jobs import CPUS, ENDED, MAX_RESTARTS, MODULES, cancel_job
 from reflux_trainer.peers import Peers
+from reflux_trainer.shared import SharedSeats, served_model
 from reflux_trainer.watchdog import Waits
 
 log = logging.getLogger(__name__)
-MAX_RESTARTS = 5
-_CPUS = {"learner": 0.25, "engine": 0.25, "rollout": 0.1}
-_MODULES = {
-    "learner": "reflux_trainer.learner.main",
-    "engine": "reflux_inference_gateway.engine.main",
-    "rollout": "reflux_trainer.rollout.main",
-}
-_ENDED = (job_pb2.Job.STATE_FAILED, job_pb2.Job.STATE_CANCELLED, job_pb2.Job.STATE_SUCCEEDED)
 _RECONNECT_SECONDS = 0.5
 _POLL_SECONDS = 0.2
 _SAVED_SECONDS = 5.0
@@ -58,6 +52,7 @@ class RunProcesses:
         self._model_folder = model_folder
         self._peers = peers
         self._saved_unheard = False
+        self._seats = SharedSeats(run, config, peers) if config.fleet.shared else None
         self.job = ""
 
     async def start(self, known_job: str) -> str:
@@ -72,11 +67,12 @@ class RunProcesses:
             if error.code() is grpc.StatusCode.NOT_FOUND:
                 return False
             raise
-        return answer.job.state not in _ENDED
+        return answer.job.state not in ENDED
 
     async def _create(self) -> str:
         fleet = self._config.fleet
-        counts = {"learner": 1, "engine": fleet.engines, "rollout": fleet.rollout_workers}
+        engines = 0 if fleet.shared else fleet.engines
+        counts = {"learner": 1, "engine": engines, "rollout": fleet.rollout_workers}
         request = pb.CreateJobRequest(
             request_id=str(uuid5(NAMESPACE_OID, f"{self._run}/{self._attempt}")),
             display_name=self._run,
@@ -104,11 +100,16 @@ class RunProcesses:
         return job_pb2.RoleSpec(
             role=role,
             count=count,
-            resources=common_pb2.Resources(cpus=_CPUS[role]),
-            argv=["python", "-m", _MODULES[role]],
+            resources=common_pb2.Resources(cpus=CPUS[role]),
+            argv=["python", "-m", MODULES[role]],
             environment=[job_pb2.EnvironmentVariable(name=name, value=value) for name, value in environment.items()],
             max_restarts=MAX_RESTARTS,
         )
+
+    async def keep_seats(self) -> None:
+        """Holds the run's seats on a shared fleet until it is cancelled; returns at once without one."""
+        if self._seats is not None:
+            await self._seats.keep()
 
     async def follow(self) -> None:
         """Raises JobEnded when the job ends; a scheduler that restarts is waited for."""
@@ -118,7 +119,7 @@ class RunProcesses:
                 request = pb.WatchJobRequest(name=self.job, resume_token=token)
                 async for change in self._peers.scheduler.WatchJob(request):
                     token = change.resume_token
-                    if change.job.state in _ENDED:
+                    if change.job.state in ENDED:
                         state = job_pb2.Job.State.Name(change.job.state).removeprefix("STATE_")
                         raise JobEnded(f"the run's processes are gone: {self.job} {state}: {change.job.message}")
             except grpc.aio.AioRpcError as error:
@@ -152,9 +153,10 @@ class RunProcesses:
 
     async def fleet_ready(self, waits: Waits, deadline: float) -> int:
         """Waits for all replicas; at the deadline one is enough. Returns their number. Raises StartTimedOut."""
-        wanted = max(1, self._config.fleet.engines)
-        with waits.on("start", f"{wanted} inference replicas to register with the gateway"):
+        where = f" and to have a seat on the shared fleet {self._config.fleet.shared}" if self._seats else ""
+        with waits.on("start", f"inference replicas to register with the gateway{where}"):
             while True:
+                wanted = self._seats.wanted if self._seats else max(1, self._config.fleet.engines)
                 ready = await self._ready_replicas()
                 if ready >= wanted:
                     return ready
@@ -164,10 +166,11 @@ class RunProcesses:
         if ready:
             log.warning("only %d of %d inference replicas are ready, going on", ready, wanted)
             return ready
-        raise StartTimedOut(f"no inference replica registered with the gateway in time; {await self.explain()}")
+        why = self._seats.why if self._seats else await self.explain()
+        raise StartTimedOut(f"no inference replica registered with the gateway in time; {why}")
 
     async def _ready_replicas(self) -> int:
-        request = gateway_pb.ListReplicasRequest(model_id=self._run)
+        request = gateway_pb.ListReplicasRequest(model_id=served_model(self._run, self._config))
         try:
             replicas = (await self._peers.gateway.ListReplicas(request, timeout=5.0)).replicas
         except grpc.aio.AioRpcError:
@@ -175,15 +178,7 @@ class RunProcesses:
         return sum(replica.state == replica_pb2.Replica.STATE_READY for replica in replicas)
 
     async def cancel(self) -> None:
-        """Stops the processes; an error is logged, the scheduler's lease ends them in the end."""
+        """Stops the processes and gives seats back; an error is logged, leases end both in the end."""
+        if self._seats is not None:
+            await self._seats.release()
         await cancel_job(self._peers, self.job)
-
-
-async def cancel_job(peers: Peers, job: str) -> None:
-    """Stops the processes of `job` ("" is none); a scheduler that refuses is logged, not raised."""
-    if not job:
-        return
-    try:
-        await peers.scheduler.CancelJob(pb.CancelJobRequest(name=job), timeout=15.0, wait_for_ready=True)
-    except grpc.aio.AioRpcError as error:
-        log.warning("%s could not be cancelled: %s", job, error.details())

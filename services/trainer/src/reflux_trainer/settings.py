@@ -26,6 +26,15 @@ class TrainerSettings(ServiceSettings):
     max_attempts: int = Field(default=5, ge=1)
     """Consecutive attempts without a new step after which a run is given up."""
 
+    shared_adapters: int = Field(default=8, ge=1, le=256)
+    """Seats for runs' adapters on a replica of a shared fleet."""
+
+    shared_max_rank: int = Field(default=64, ge=1, le=1024)
+    """Highest rank of an adapter on a shared fleet."""
+
+    shared_idle_seconds: float = Field(default=1800.0, gt=0)
+    """A shared fleet where no run has a seat for this long gives its processes back."""
+
     tinker: TinkerSettings = Field(default_factory=TinkerEnvironment)
     """The Tinker API (REFLUX_TINKER_...)."""
 

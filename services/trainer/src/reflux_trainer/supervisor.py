@@ -20,11 +20,12 @@ from reflux_tasks.options import InvalidOption
 from reflux_trainer.active import ActiveRun, end
 from reflux_trainer.forking import FIXED, find_origin, forked_config
 from reflux_trainer.hosts import host_memory
+from reflux_trainer.jobs import cancel_job
 from reflux_trainer.late.rewards import cancel_ladders
 from reflux_trainer.peers import Peers
 from reflux_trainer.problems import catalog
-from reflux_trainer.processes import cancel_job
 from reflux_trainer.records import RunRecord
+from reflux_trainer.shared import check_shared, sweep_fleets
 from reflux_trainer.store import RunStore
 
 log = logging.getLogger(__name__)
@@ -43,15 +44,19 @@ class Supervisor:
         self._store = store
         self._active: dict[str, ActiveRun] = {}
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        self._sweeping: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> "Supervisor":
         for record in await self._store.unfinished():
             async with self._lock(record.run):
                 if record.run not in self._active:
                     await self._take_up(record)
+        self._sweeping = asyncio.create_task(sweep_fleets(self._peers), name="idle fleets")
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        if self._sweeping is not None:
+            self._sweeping.cancel()
         tasks = [active.task for active in self._active.values()]
         for active in self._active.values():
             active.stop()
@@ -207,6 +212,7 @@ class Supervisor:
             raise InvalidRequest(f"task {config.task.name}: {error}", field=f"task.{error.key}") from None
         known = replace(known, host=await host_memory(self._peers.scheduler))
         log.info("preflight of %s: %s", config.name, "; ".join(preflight(config, known).lines()))
+        await check_shared(self._peers, config)
 
     async def _create(self, run: str, config: RunConfig, attempt: int = 1, forked_from: str = "") -> RunRecord:
         folder = self._peers.settings.runs_folder.resolve() / run

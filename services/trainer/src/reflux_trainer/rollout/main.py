@@ -25,6 +25,7 @@ from reflux_trainer.problems import rungs_of
 from reflux_trainer.queue.prompts import PromptQueue
 from reflux_trainer.rollout.settings import RolloutSettings
 from reflux_trainer.rollout.worker import Worker
+from reflux_trainer.shared import served_model
 from reflux_trainer.store import RunStore
 
 log = logging.getLogger(__name__)
@@ -45,13 +46,13 @@ async def build(settings: RolloutSettings) -> AsyncIterator[Service]:
         gateway = await stack.enter_async_context(open_channel(settings.gateway_address, settings, subject="rollout"))
         sandbox = await stack.enter_async_context(open_channel(settings.sandbox_address, settings, subject="rollout"))
         stops = [] if codec.end_id is None else [codec.end_id]
-        stub = InferenceGatewayServiceStub(gateway)
+        stub, served = InferenceGatewayServiceStub(gateway), served_model(settings.run, record.config)
         ladders = None
         if (rungs := rungs_of(record.config)) is not None:
             ladders = await stack.enter_async_context(open_ladders(LadderServiceStub(sandbox), settings.run, rungs))
         worker = Worker(
             PromptQueue(redis, settings.run, f"worker-{settings.rank}-{uuid4().hex[:8]}"),
-            Generator(stub, settings.run, max_tokens=record.config.rl.max_tokens, stop_token_ids=stops),
+            Generator(stub, served, max_tokens=record.config.rl.max_tokens, stop_token_ids=stops),
             await stack.enter_async_context(open_verifications(SandboxServiceStub(sandbox), settings.run)),
             codec,
             record.config,

@@ -2,29 +2,22 @@
 
 import asyncio
 import json
-import logging
 import time
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from uuid import uuid4
 
 import grpc
 
-from reflux.common.v1 import common_pb2
 from reflux.inference_gateway.v1 import inference_gateway_service_pb2 as gateway_pb
 from reflux.inference_gateway.v1 import replica_pb2
 from reflux.scheduler.v1 import job_pb2
-from reflux.scheduler.v1 import scheduler_service_pb2 as pb
 from reflux_kit import auth
-from reflux_kit.errors import StartupError, Unavailable
+from reflux_kit.errors import StartupError
 from reflux_kit.scope import ADAPTERS
 from reflux_trainer.peers import Peers
-from reflux_trainer.processes import MAX_RESTARTS, cancel_job
+from reflux_trainer.standing import StandingJob, role
 
-log = logging.getLogger(__name__)
-_ENDED = (job_pb2.Job.STATE_FAILED, job_pb2.Job.STATE_CANCELLED, job_pb2.Job.STATE_SUCCEEDED)
-_CPUS = {"learner": 0.25, "engine": 0.25}
 _POLL_SECONDS = 0.2
 
 
@@ -63,54 +56,29 @@ def read_base(name: str, folder: Path) -> Base:
 
 
 class Fleet:
-    """Owns the job of one base model; its name is in Redis, so that a restarted trainer finds it."""
+    """Owns the job of one base model."""
 
     def __init__(self, base: Base, peers: Peers, replicas: int, weight_dtype: str, start_seconds: float) -> None:
         self.base = base
         self._peers, self._replicas = peers, replicas
         self._weight_dtype, self._start_seconds = weight_dtype, start_seconds
-        self._lock = asyncio.Lock()
-        self._key = f"tinker:job:{base.run}"
-        self._alive_until = 0.0
+        self._job = StandingJob(peers, f"tinker:job:{base.run}", base.run, self._roles)
         self.used_at = time.monotonic()
         peers.learners.expected.add(base.run)
 
     async def ensure(self) -> None:
         """Returns when the base's job exists. Raises Unavailable with the scheduler's words when it cannot."""
         self.used_at = time.monotonic()
-        async with self._lock:
-            if time.monotonic() < self._alive_until:
-                return
-            job = ((await self._peers.redis.get(self._key)) or b"").decode()
-            if not job or not await self._alive(job):
-                await self._create()
-            self._alive_until = time.monotonic() + 2.0
+        await self._job.ensure()
 
-    async def _alive(self, job: str) -> bool:
-        try:
-            answer = await self._peers.scheduler.GetJob(pb.GetJobRequest(name=job), timeout=10.0, wait_for_ready=True)
-        except grpc.aio.AioRpcError as error:
-            if error.code() is grpc.StatusCode.NOT_FOUND:
-                return False
-            raise Unavailable(f"the scheduler does not answer ({error.code().name})") from None
-        return answer.job.state not in _ENDED
-
-    async def _create(self) -> None:
-        roles = [self._role("learner", "learner", "reflux_trainer.learner.main", {})]
+    def _roles(self) -> list[job_pb2.RoleSpec]:
+        roles = [self._role("learner", "learner", {})]
         for index in range(self._replicas):
             extra = {"REFLUX_ENGINE_MODEL_ID": self.base.slot(index)}
-            roles.append(self._role(f"engine-{index}", "engine", "reflux_inference_gateway.engine.main", extra))
-        request = pb.CreateJobRequest(request_id=str(uuid4()), display_name=self.base.run, roles=roles)
-        try:
-            job = (await self._peers.scheduler.CreateJob(request, timeout=30.0, wait_for_ready=True)).job
-        except grpc.aio.AioRpcError as error:
-            raise Unavailable(f"the scheduler did not start {self.base.name}: {error.details()}") from None
-        if job.state == job_pb2.Job.STATE_FAILED:
-            raise Unavailable(f"the scheduler cannot place {self.base.name}: {job.message}")
-        log.info("base model %s starts as %s", self.base.name, job.name)
-        await self._peers.redis.set(self._key, job.name)
+            roles.append(self._role(f"engine-{index}", "engine", extra))
+        return roles
 
-    def _role(self, name: str, kind: str, module: str, extra: dict[str, str]) -> job_pb2.RoleSpec:
+    def _role(self, name: str, kind: str, extra: dict[str, str]) -> job_pb2.RoleSpec:
         environment = {
             "REFLUX_RUN": self.base.run,
             "REFLUX_ENGINE_MODEL": str(self.base.folder.resolve()),
@@ -119,14 +87,7 @@ class Fleet:
         }
         if secret := self._peers.settings.stack_secret:
             environment["REFLUX_TOKEN"] = auth.mint(secret, kind, self.base.run)
-        return job_pb2.RoleSpec(
-            role=name,
-            count=1,
-            resources=common_pb2.Resources(cpus=_CPUS[kind]),
-            argv=["python", "-m", module],
-            environment=[job_pb2.EnvironmentVariable(name=key, value=value) for key, value in environment.items()],
-            max_restarts=MAX_RESTARTS,
-        )
+        return role(name, kind, environment)
 
     async def replica_ready(self, index: int) -> bool:
         """Waits a while for a replica; False when it is still not there."""
@@ -145,12 +106,5 @@ class Fleet:
 
     async def stop(self) -> None:
         """Gives the processes back; the next use starts others."""
-        async with self._lock:
-            job = ((await self._peers.redis.get(self._key)) or b"").decode()
-            self._alive_until = 0.0
-            if not job:
-                return
-            log.info("base model %s idles, %s ends", self.base.name, job)
-            await cancel_job(self._peers, job)
-            await self._peers.redis.delete(self._key)
+        if await self._job.stop():
             self._peers.learners.forget(self.base.run)

@@ -784,6 +784,7 @@ class FleetConfig(_message.Message):
     WEIGHT_MODE_FIELD_NUMBER: _builtins.int
     PROBE_EVERY_FIELD_NUMBER: _builtins.int
     WEIGHT_DELTA_FIELD_NUMBER: _builtins.int
+    SHARED_FIELD_NUMBER: _builtins.int
     engines: _builtins.int
     """Inference replicas."""
     rollout_workers: _builtins.int
@@ -800,6 +801,8 @@ class FleetConfig(_message.Message):
     """Versions between two comparisons of a probe prompt's log-probs; 0 compares none."""
     weight_delta: _builtins.bool
     """Whether a version is sent as its difference to the one before, where that is small."""
+    shared: _builtins.str
+    """Shared fleet whose replicas serve the run's adapter; empty: the run has replicas of its own."""
     def __init__(
         self,
         *,
@@ -811,10 +814,11 @@ class FleetConfig(_message.Message):
         weight_mode: _builtins.str | None = ...,
         probe_every: _builtins.int | None = ...,
         weight_delta: _builtins.bool | None = ...,
+        shared: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_engines", b"_engines", "_probe_every", b"_probe_every", "_rollout_workers", b"_rollout_workers", "_sync_timeout_seconds", b"_sync_timeout_seconds", "_transport", b"_transport", "_weight_delta", b"_weight_delta", "_weight_dtype", b"_weight_dtype", "_weight_mode", b"_weight_mode", "engines", b"engines", "probe_every", b"probe_every", "rollout_workers", b"rollout_workers", "sync_timeout_seconds", b"sync_timeout_seconds", "transport", b"transport", "weight_delta", b"weight_delta", "weight_dtype", b"weight_dtype", "weight_mode", b"weight_mode"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_engines", b"_engines", "_probe_every", b"_probe_every", "_rollout_workers", b"_rollout_workers", "_shared", b"_shared", "_sync_timeout_seconds", b"_sync_timeout_seconds", "_transport", b"_transport", "_weight_delta", b"_weight_delta", "_weight_dtype", b"_weight_dtype", "_weight_mode", b"_weight_mode", "engines", b"engines", "probe_every", b"probe_every", "rollout_workers", b"rollout_workers", "shared", b"shared", "sync_timeout_seconds", b"sync_timeout_seconds", "transport", b"transport", "weight_delta", b"weight_delta", "weight_dtype", b"weight_dtype", "weight_mode", b"weight_mode"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_engines", b"_engines", "_probe_every", b"_probe_every", "_rollout_workers", b"_rollout_workers", "_sync_timeout_seconds", b"_sync_timeout_seconds", "_transport", b"_transport", "_weight_delta", b"_weight_delta", "_weight_dtype", b"_weight_dtype", "_weight_mode", b"_weight_mode", "engines", b"engines", "probe_every", b"probe_every", "rollout_workers", b"rollout_workers", "sync_timeout_seconds", b"sync_timeout_seconds", "transport", b"transport", "weight_delta", b"weight_delta", "weight_dtype", b"weight_dtype", "weight_mode", b"weight_mode"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_engines", b"_engines", "_probe_every", b"_probe_every", "_rollout_workers", b"_rollout_workers", "_shared", b"_shared", "_sync_timeout_seconds", b"_sync_timeout_seconds", "_transport", b"_transport", "_weight_delta", b"_weight_delta", "_weight_dtype", b"_weight_dtype", "_weight_mode", b"_weight_mode", "engines", b"engines", "probe_every", b"probe_every", "rollout_workers", b"rollout_workers", "shared", b"shared", "sync_timeout_seconds", b"sync_timeout_seconds", "transport", b"transport", "weight_delta", b"weight_delta", "weight_dtype", b"weight_dtype", "weight_mode", b"weight_mode"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__engines: _TypeAlias = _typing.Literal["engines"]  # noqa: Y015
     _WhichOneofArgType__engines: _TypeAlias = _typing.Literal["_engines", b"_engines"]  # noqa: Y015
@@ -822,6 +826,8 @@ class FleetConfig(_message.Message):
     _WhichOneofArgType__probe_every: _TypeAlias = _typing.Literal["_probe_every", b"_probe_every"]  # noqa: Y015
     _WhichOneofReturnType__rollout_workers: _TypeAlias = _typing.Literal["rollout_workers"]  # noqa: Y015
     _WhichOneofArgType__rollout_workers: _TypeAlias = _typing.Literal["_rollout_workers", b"_rollout_workers"]  # noqa: Y015
+    _WhichOneofReturnType__shared: _TypeAlias = _typing.Literal["shared"]  # noqa: Y015
+    _WhichOneofArgType__shared: _TypeAlias = _typing.Literal["_shared", b"_shared"]  # noqa: Y015
     _WhichOneofReturnType__sync_timeout_seconds: _TypeAlias = _typing.Literal["sync_timeout_seconds"]  # noqa: Y015
     _WhichOneofArgType__sync_timeout_seconds: _TypeAlias = _typing.Literal["_sync_timeout_seconds", b"_sync_timeout_seconds"]  # noqa: Y015
     _WhichOneofReturnType__transport: _TypeAlias = _typing.Literal["transport"]  # noqa: Y015
@@ -838,6 +844,8 @@ class FleetConfig(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__probe_every) -> _WhichOneofReturnType__probe_every | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__rollout_workers) -> _WhichOneofReturnType__rollout_workers | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__shared) -> _WhichOneofReturnType__shared | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__sync_timeout_seconds) -> _WhichOneofReturnType__sync_timeout_seconds | None: ...
     @_typing.overload
