@@ -52,8 +52,13 @@ class Blobs:
             except StorageError as error:
                 log.warning("%s is left behind in the object store: %s", key, error)
 
+    async def copy(self, source: str, target: str) -> None:
+        """Copies an object; one that exists stays. Raises StorageError when the source is gone."""
+        data, _ = await asyncio.to_thread(self._store.get, source)
+        await self.put(target, data)
+
     async def put(self, key: str, data: bytes) -> None:
-        """Writes a small object; one that exists stays."""
+        """Writes an object; one that exists stays."""
         try:
             await asyncio.to_thread(self._store.put_create_only, key, data)
         except AlreadyExists:

@@ -180,6 +180,43 @@ class FutureId(Body):
     request_id: str
 
 
+class Ends(Body):
+    """Asks which futures of a sampling session have ended."""
+
+    class Target(Body):
+        """One client of a sampling session."""
+
+        sampling_session_id: str
+        cloned_sampler_id: int = Field(default=0, ge=0)
+
+    target: Target
+    prev_cursor: int = Field(default=0, ge=0)
+    timeout: float | None = Field(default=None, ge=0)
+
+
+class JoinSamplingSession(Body):
+    """One more client of a sampling session."""
+
+    sampling_session_id: str
+
+
+class CopyWeights(Body):
+    """Copies a checkpoint into a slot of the caller's session."""
+
+    session_id: str | None = None
+    model_seq_id: int | None = Field(default=None, ge=0)
+    destination_project_id: str | None = None
+    source_path: str
+    ttl_seconds: int | None = Field(default=None, ge=3600, le=_MAX_TTL)
+    weights_access_token: str | None = None
+
+
+class Expiry(Body):
+    """How long a checkpoint is kept from now on; None is for good."""
+
+    ttl_seconds: int | None = Field(default=None, ge=3600, le=_MAX_TTL)
+
+
 class TinkerPath(Body):
     """Names a checkpoint."""
 

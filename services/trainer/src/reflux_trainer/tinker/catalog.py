@@ -1,16 +1,20 @@
 """Sessions, models, checkpoints and samplers in Redis, each seen by its tenant only."""
 
 import time
-from typing import TypeVar
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any, TypeVar
 
 from reflux_kit.errors import NotFound
 from reflux_trainer.queue.client import RedisClient
-from reflux_trainer.tinker.names import parse_uri
-from reflux_trainer.tinker.records import Checkpoint, Model, Record, Sampler, Session, Weights
+from reflux_trainer.tinker import names
+from reflux_trainer.tinker.records import Checkpoint, Lora, Model, Record, Sampler, Session, Weights
 
 R = TypeVar("R", bound=Record)
 _ALIVE = "tinker:alive"
 """Sorted set of sessions by the Unix time of their last sign of life."""
+_CLIENTS_SECONDS = 30 * 86400
+"""How long clients of a sampling session are counted after the last one that joined."""
 _EXPIRING = "tinker:expiring"
 """Sorted set of checkpoints by the Unix time at which they expire."""
 
@@ -58,6 +62,22 @@ class Catalog:
         await self._redis.set(f"tinker:model:{model.model_id}", model.to_json(), nx=True)
         for of in (model.tenant, model.session_id):
             await self._redis.zadd(f"tinker:models:{of}", {model.model_id: model.created_at})
+
+    async def make_model(
+        self, tenant: str, session: str, number: int, base: str, lora: Lora, metadata: Mapping[str, Any] | None
+    ) -> Model:
+        """Stores model `number` of a session, and returns it, or the one that is there. Raises NotFound."""
+        model = Model(
+            model_id=names.model_id(session, number),
+            session_id=session,
+            tenant=tenant,
+            base_model=base,
+            created_at=time.time(),
+            lora=asdict(lora),
+            user_metadata=metadata,
+        )
+        await self.add_model(model)
+        return await self.model(tenant, model.model_id)
 
     async def model(self, tenant: str, model_id: str) -> Model:
         """Raises NotFound."""
@@ -109,13 +129,31 @@ class Catalog:
         return Checkpoint.from_json(before) if before else None
 
     async def checkpoint(self, tenant: str, uri: str) -> Checkpoint:
-        """Raises NotFound, InvalidRequest for what is not an address."""
-        await self.model(tenant, parse_uri(uri).model)
+        """A checkpoint of the tenant's own. Raises NotFound, InvalidRequest for what is not an address."""
+        await self.model(tenant, names.parse_uri(uri).model)
+        return await self._stored(uri)
+
+    async def readable_checkpoint(self, tenant: str, uri: str) -> Checkpoint:
+        """One that the tenant may read: its own, or a published one. Errors as above."""
+        model = await self.any_model(names.parse_uri(uri).model)
+        found = await self._stored(uri)
+        if model is None or (model.tenant != tenant and not found.public):
+            raise NotFound(f"there is no checkpoint {uri}")
+        return found
+
+    async def _stored(self, uri: str) -> Checkpoint:
         raw = await self._redis.get(f"tinker:checkpoint:{uri}")
         found = Checkpoint.from_json(raw) if raw else None
         if found is None or (found.expires_at is not None and found.expires_at < time.time()):
             raise NotFound(f"there is no checkpoint {uri}")
         return found
+
+    async def join_sampler(self, sampler_id: str) -> int:
+        """A number for one more client of a sampling session; the first client is 0."""
+        key = f"tinker:clients:{sampler_id}"
+        number = int(await self._redis.incr(key))
+        await self._redis.expire(key, _CLIENTS_SECONDS)
+        return number
 
     async def checkpoints(self, model_id: str) -> list[Checkpoint]:
         """Checkpoints of a model, newest first, without expired ones."""

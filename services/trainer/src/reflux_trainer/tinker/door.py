@@ -21,8 +21,9 @@ from reflux_trainer.tinker.catalog import Catalog
 from reflux_trainer.tinker.desks import Desks
 from reflux_trainer.tinker.futures import Future, FutureTable
 from reflux_trainer.tinker.operations import CREATE, FORWARD, FORWARD_BACKWARD, LOAD
-from reflux_trainer.tinker.records import Checkpoint, Lora, Model, Progress, Sampler, Session, Weights
+from reflux_trainer.tinker.records import Lora, Model, Progress, Sampler, Session, Weights
 from reflux_trainer.tinker.settings import TinkerSettings
+from reflux_trainer.tinker.shelf import Shelf
 
 log = logging.getLogger(__name__)
 _SWEEP_SECONDS = 10.0
@@ -51,6 +52,7 @@ class Door:
         self, settings: TinkerSettings, catalog: Catalog, futures: FutureTable, blobs: Blobs, desks: Desks
     ) -> None:
         self.settings, self.catalog, self.desks = settings, catalog, desks
+        self.shelf = Shelf(catalog, blobs)
         self._futures, self._blobs = futures, blobs
 
     @asynccontextmanager
@@ -92,7 +94,7 @@ class Door:
                         log.info("session %s was silent for %g s and is over", session_id, silence)
                         await self._end_session(session_id)
                 for checkpoint in await self.catalog.expired_checkpoints():
-                    await self._remove(checkpoint)
+                    await self.shelf.remove(checkpoint)
                 await self._futures.sweep()
                 await self.desks.rest()
             except (RedisError, StorageError, ServiceError) as error:
@@ -148,26 +150,10 @@ class Door:
             train_mlp=shape.train_mlp,
             train_unembed=shape.train_unembed,
         )
-        model = await self._add_model(
+        model = await self.catalog.make_model(
             tenant, body.session_id, body.model_seq_id, body.base_model, lora, body.user_metadata
         )
         return await self._log(tenant, model, 0, CREATE, raw)
-
-    async def _add_model(
-        self, tenant: str, session: str, number: int, base: str, lora: Lora, metadata: dict[str, Any] | None
-    ) -> Model:
-        model_id = names.model_id(session, number)
-        model = Model(
-            model_id=model_id,
-            session_id=session,
-            tenant=tenant,
-            base_model=base,
-            created_at=time.time(),
-            lora=asdict(lora),
-            user_metadata=metadata,
-        )
-        await self.catalog.add_model(model)
-        return await self.catalog.model(tenant, model_id)
 
     async def forward_backward(self, tenant: str, raw: bytes) -> tuple[str, str]:
         """Logs a batch; returns the ids of future and model."""
@@ -195,11 +181,13 @@ class Door:
             raise InvalidRequest("model_seq_id is required with session_id", field="model_seq_id")
         await self.catalog.session(tenant, body.session_id)
         _check_adamw(body.optimizer_config or bodies.OptimizerConfig())
-        source = await self.catalog.checkpoint(tenant, body.path)
+        source = await self.catalog.readable_checkpoint(tenant, body.path)
         base = body.base_model or source.base_model
         self.desks.of(base)
         lora = Lora(**source.lora)
-        model = await self._add_model(tenant, body.session_id, body.model_seq_id, base, lora, body.user_metadata)
+        model = await self.catalog.make_model(
+            tenant, body.session_id, body.model_seq_id, base, lora, body.user_metadata
+        )
         return await self._log(tenant, model, 0, LOAD, raw), model.model_id
 
     async def _log(self, tenant: str, model: Model, seq_id: int, kind: str, payload: bytes) -> str:
@@ -219,7 +207,7 @@ class Door:
                 raise InvalidRequest("base_model or model_path is required", field="base_model")
             base, weights = body.base_model, Weights()
         else:
-            source = await self.catalog.checkpoint(tenant, body.model_path)
+            source = await self.catalog.readable_checkpoint(tenant, body.model_path)
             base, weights = source.base_model, source.stored
         self.desks.of(base)
         sampler = Sampler(
@@ -261,6 +249,19 @@ class Door:
             return found
         return await self._pending(request_id, owner, seq_id)
 
+    async def ended(self, tenant: str, body: bodies.Ends) -> tuple[list[dict[str, Any]], int]:
+        """Which futures of a sampling session have ended, as the SDK reads it, and the cursor behind them."""
+        owner = (await self.catalog.sampler(tenant, body.target.sampling_session_id)).sampler_id
+        seconds = min(self.settings.poll_seconds, self.settings.poll_seconds if body.timeout is None else body.timeout)
+        found, cursor = await self._futures.ended(owner, body.target.cloned_sampler_id, body.prev_cursor, seconds)
+        completions: list[dict[str, Any]] = []
+        for each in found:
+            state: dict[str, Any] = {"state": "failed" if each.failed else "finished"}
+            if not each.failed:
+                state["response_payload_uncompressed_size"] = each.size_bytes
+            completions.append(state | {"request_id": names.request_id(owner, each.seq_id)})
+        return completions, cursor
+
     async def _pending(self, request_id: str, owner: str, seq_id: int) -> Pending:
         if model := await self.catalog.any_model(owner):
             worker = self.desks.worker(model)
@@ -274,7 +275,7 @@ class Door:
     async def cancel(self, tenant: str, request_id: str) -> None:
         """Stops a sample that nobody waits for; a future that is done, or an operation of a model, goes its way."""
         owner, seq_id = names.split_request_id(request_id)
-        if ":sample:" not in owner:
+        if not names.is_sampler(owner):
             return
         desk = self.desks.of((await self.catalog.sampler(tenant, owner)).base_model).sampling
         if (call := desk.find(owner, seq_id)) is not None:
@@ -283,14 +284,6 @@ class Door:
     async def progress(self, model: Model) -> Progress:
         """How far a model is."""
         return await self._futures.progress(model.model_id)
-
-    async def delete_checkpoint(self, tenant: str, uri: str) -> None:
-        """Removes a checkpoint and its bytes. Raises NotFound."""
-        await self._remove(await self.catalog.checkpoint(tenant, uri))
-
-    async def _remove(self, checkpoint: Checkpoint) -> None:
-        await self.catalog.remove_checkpoint(checkpoint)
-        await self._blobs.drop(key for key, *_ in checkpoint.stored.objects)
 
 
 def _check_adamw(config: bodies.OptimizerConfig) -> None:

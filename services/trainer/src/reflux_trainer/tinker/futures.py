@@ -5,6 +5,7 @@ Keys of an owner (a model or a sampling session) share the hash tag `{tinker:<ow
     open       sorted set of sequence numbers that are not done
     progress   the model's Progress
     log        hash: the learner's operation number -> kind and payload, until a saved state covers it
+    ended:<client>  sorted set of a sampling session's futures that are done, by the order in which they ended
 """
 
 import asyncio
@@ -18,7 +19,7 @@ from reflux_kit.errors import CapacityExhausted, Conflict
 from reflux_trainer.queue.client import RedisClient
 from reflux_trainer.tinker import metrics
 from reflux_trainer.tinker.blobs import Blobs
-from reflux_trainer.tinker.names import request_id
+from reflux_trainer.tinker.names import is_sampler, request_id
 from reflux_trainer.tinker.records import Progress
 
 JSON, PROTOBUF = "application/json", "application/x-protobuf"
@@ -43,6 +44,14 @@ redis.call('HSET', KEYS[1], 'state', ARGV[2], 'type', ARGV[3], 'body', ARGV[4])
 redis.call('EXPIRE', KEYS[1], ARGV[5])
 redis.call('ZREM', KEYS[2], ARGV[1])
 if ARGV[7] ~= '' then redis.call('SET', KEYS[3], ARGV[7]) end
+if ARGV[8] ~= '' then
+  local last = redis.call('ZREVRANGE', KEYS[5], 0, 0, 'WITHSCORES')
+  local place = math.max(tonumber(last[2] or 0), tonumber(redis.call('GET', KEYS[6]) or 0)) + 1
+  redis.call('ZADD', KEYS[5], place, ARGV[8])
+  redis.call('ZREMRANGEBYRANK', KEYS[5], 0, -1 - tonumber(ARGV[9]))
+  redis.call('EXPIRE', KEYS[5], ARGV[5])
+  redis.call('SET', KEYS[6], place, 'EX', ARGV[5])
+end
 return 1
 """
 
@@ -52,6 +61,12 @@ if (redis.call('GET', KEYS[1]) or '') ~= ARGV[1] then return 0 end
 redis.call('SET', KEYS[1], ARGV[2])
 return 1
 """
+
+
+CLIENT = 1_000_000_000
+"""Each client of a sampling session numbers its requests from its own number times this."""
+_MAX_ENDED = 65_536
+"""Ends that are remembered for a client that does not ask for them."""
 
 
 class Reused(Conflict):
@@ -76,6 +91,21 @@ class Future:
     kind: str
     done: bool
     outcome: Outcome | None = None
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A future of a sampling session that has ended."""
+
+    seq_id: int
+    size_bytes: int
+    failed: bool
+
+    @classmethod
+    def read(cls, event: bytes) -> "Ended":
+        """As the script wrote it."""
+        seq_id, size, failed = event.decode().split(":")
+        return cls(int(seq_id), int(size), bool(failed))
 
 
 class FutureTable:
@@ -133,9 +163,10 @@ class FutureTable:
         tenant, packed = await self._redis.hmget(key, ["tenant", "payload"])
         body = await self._blobs.pack(owner, outcome.body)
         state = f"failed:{outcome.failed}" if outcome.failed else "done"
-        keys = [key, _key(owner, "open"), _key(owner, "progress"), _key(owner, "log")]
+        keys = [key, *(_key(owner, name) for name in ("open", "progress", "log")), *_ended(owner, seq_id // CLIENT)]
         moved = progress.to_json() if progress else ""
-        arguments = [seq_id, state, outcome.type, body, self._result_seconds, op_id or "", moved]
+        event = f"{seq_id}:{len(outcome.body)}:{outcome.failed}" if is_sampler(owner) else ""
+        arguments = [seq_id, state, outcome.type, body, self._result_seconds, op_id or "", moved, event, _MAX_ENDED]
         ended = int(await self._finish(keys=keys, args=arguments))
         await self._expire_blob(body)
         if ended and tenant is not None:
@@ -144,8 +175,9 @@ class FutureTable:
             metrics.DONE.labels(outcome.failed or "done").inc()
             if not op_id and packed is not None:
                 await self._blobs.drop_packed([packed])
-        if event := self._done.pop(request_id(owner, seq_id), None):
-            event.set()
+        for name in (request_id(owner, seq_id), _ended(owner, seq_id // CLIENT)[0]):
+            if waiting := self._done.pop(name, None):
+                waiting.set()
 
     async def _expire_blob(self, packed: bytes) -> None:
         if packed.startswith(b"@"):
@@ -176,6 +208,24 @@ class FutureTable:
         except TimeoutError:
             return found
         return await self.get(owner, seq_id)
+
+    async def ended(self, owner: str, client: int, after: int, seconds: float) -> tuple[list[Ended], int]:
+        """What ended behind `after` for one client of a sampling session, and the place of the last of it.
+
+        What ended up to `after` is forgotten. Waits up to `seconds` for the first.
+        """
+        key = _ended(owner, client)[0]
+        await self._redis.zremrangebyscore(key, 0, after)
+        waiting = self._done.setdefault(key, asyncio.Event())
+        raw = await self._redis.zrange(key, 0, -1, withscores=True)
+        if not raw and seconds > 0:
+            try:
+                async with asyncio.timeout(seconds):
+                    await waiting.wait()
+            except TimeoutError:
+                return [], after
+            raw = await self._redis.zrange(key, 0, -1, withscores=True)
+        return [Ended.read(event) for event, _ in raw], max([after, *(int(place) for _, place in raw)])
 
     async def open_seqs(self, owner: str) -> list[int]:
         """Sequence numbers that are not done, in order."""
@@ -238,6 +288,10 @@ class FutureTable:
 
 _EXPIRY = "tinker:expiry"
 """Sorted set of objects by the Unix time at which they go."""
+
+
+def _ended(owner: str, client: int) -> tuple[str, str]:
+    return _key(owner, f"ended:{client}"), _key(owner, f"ended:{client}:last")
 
 
 def _key(owner: str, name: str) -> str:

@@ -7,13 +7,14 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 from redis.exceptions import RedisError
 
-from reflux_kit.errors import InvalidRequest, ServiceError
+from reflux_kit.errors import ServiceError
 from reflux_storage.errors import StorageError
 from reflux_trainer.tinker import bodies, listing, names
 from reflux_trainer.tinker.door import Door, Pending
 from reflux_trainer.tinker.futures import PROTOBUF
 from reflux_trainer.tinker.keys import Tenants
 from reflux_trainer.tinker.operations import OPTIM, SAMPLER, SAVE
+from reflux_trainer.tinker.rest import DOOR, TENANT, add_rest_routes, body_of
 
 PREFIX = "/api/v1"
 _OPEN = f"{PREFIX}/healthz"
@@ -29,35 +30,28 @@ _STATUS = {
     "UNAVAILABLE": 503,
     "DEADLINE_PASSED": 504,
 }
-_CLIENT_CONFIG = {"proto_compress_fwdbwd": True, "sample_no_retries": False, "sample_use_retrieve_futures": False}
 _DYNAMIC_CONFIG = {"sample_cancel_enabled": True}
-_DOOR = web.AppKey("door", Door)
-_TENANT = web.RequestKey("tenant", str)
 Verb = Callable[[Door, str, bytes], Awaitable[Any]]
 
 
 def tinker_application(door: Door, tenants: Tenants) -> web.Application:
     """The sub-application; it authenticates by `x-api-key` and answers in the SDK's shapes."""
     app = web.Application(middlewares=[_guard(tenants)])
-    app[_DOOR] = door
+    app[DOOR] = door
     router = app.router
     for path, verb in _VERBS.items():
         router.add_post(f"/{path}", _handler(verb))
-    for path, document in (("client/config", _CLIENT_CONFIG), ("client/dynamic_config", _DYNAMIC_CONFIG)):
+    client = {
+        "proto_compress_fwdbwd": True,
+        "sample_no_retries": False,
+        "sample_use_retrieve_futures": door.settings.batch_polls,
+    }
+    for path, document in (("client/config", client), ("client/dynamic_config", _DYNAMIC_CONFIG)):
         router.add_post(f"/{path}", _fixed(document))
     router.add_get("/healthz", _fixed({"status": "ok"}))
     router.add_post("/telemetry", _fixed({"status": "accepted"}))
-    router.add_get("/get_server_capabilities", _capabilities)
     router.add_post("/retrieve_future", _retrieve)
-    router.add_post("/sessions/{session}/finish", _finish)
-    router.add_get("/sessions", _sessions)
-    router.add_get("/sessions/{session}", _session)
-    router.add_get("/samplers/{sampler}", _sampler)
-    router.add_get("/training_runs", _training_runs)
-    router.add_get("/training_runs/{model}", _training_run)
-    router.add_get("/training_runs/{model}/checkpoints", _model_checkpoints)
-    router.add_delete("/training_runs/{model}/checkpoints/{kind}/{name}", _delete_checkpoint)
-    router.add_get("/checkpoints", _checkpoints)
+    add_rest_routes(router)
     return app
 
 
@@ -66,7 +60,7 @@ def _guard(tenants: Tenants) -> Any:
     async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
             if request.path != _OPEN:
-                request[_TENANT] = tenants.of(request.headers.get("x-api-key"))
+                request[TENANT] = tenants.of(request.headers.get("x-api-key"))
             return await handler(request)
         except web.HTTPException as error:
             if error.status < 400:
@@ -86,20 +80,9 @@ def _error(status: int, text: str) -> web.Response:
     return web.json_response({"error": text, "detail": text, "category": category}, status=status, headers=headers)
 
 
-async def _body(request: web.Request) -> bytes:
-    """The body, unpacked by the server; bounded, because a small packed one may be large."""
-    limit, parts, size = request.app[_DOOR].settings.max_body_bytes, [], 0
-    async for part in request.content.iter_any():
-        size += len(part)
-        if size > limit:
-            raise web.HTTPRequestEntityTooLarge(limit, size)
-        parts.append(part)
-    return b"".join(parts)
-
-
 def _handler(verb: Verb) -> Handler:
     async def handle(request: web.Request) -> web.Response:
-        return web.json_response(await verb(request.app[_DOOR], request[_TENANT], await _body(request)))
+        return web.json_response(await verb(request.app[DOOR], request[TENANT], await body_of(request)))
 
     return handle
 
@@ -173,7 +156,21 @@ async def _cancel(door: Door, tenant: str, raw: bytes) -> dict[str, Any]:
 
 async def _weights_info(door: Door, tenant: str, raw: bytes) -> dict[str, Any]:
     uri = bodies.parse(bodies.TinkerPath, raw).tinker_path
-    return listing.weights_info(await door.catalog.checkpoint(tenant, uri))
+    return listing.weights_info(await door.catalog.readable_checkpoint(tenant, uri))
+
+
+async def _retrieve_ended(door: Door, tenant: str, raw: bytes) -> dict[str, Any]:
+    completions, cursor = await door.ended(tenant, bodies.parse(bodies.Ends, raw))
+    return {"completions": completions, "cursor": cursor}
+
+
+async def _join_sampling_session(door: Door, tenant: str, raw: bytes) -> dict[str, Any]:
+    sampler = await door.catalog.sampler(tenant, bodies.parse(bodies.JoinSamplingSession, raw).sampling_session_id)
+    return {"type": "join_sampling_session", "client_counter": await door.catalog.join_sampler(sampler.sampler_id)}
+
+
+async def _copy_weights(door: Door, tenant: str, raw: bytes) -> dict[str, Any]:
+    return {"tinker_path": await door.shelf.copy(tenant, bodies.parse(bodies.CopyWeights, raw))}
 
 
 _VERBS: dict[str, Verb] = {
@@ -190,12 +187,15 @@ _VERBS: dict[str, Verb] = {
     "asample": _asample,
     "cancel_future": _cancel,
     "weights_info": _weights_info,
+    "retrieve_futures": _retrieve_ended,
+    "join_sampling_session": _join_sampling_session,
+    "copy_weights": _copy_weights,
 }
 
 
 async def _retrieve(request: web.Request) -> web.Response:
-    request_id = bodies.parse(bodies.FutureId, await _body(request)).request_id
-    found = await request.app[_DOOR].retrieve(request[_TENANT], request_id)
+    request_id = bodies.parse(bodies.FutureId, await body_of(request)).request_id
+    found = await request.app[DOOR].retrieve(request[TENANT], request_id)
     if isinstance(found, Pending):
         state = "paused_capacity" if found.paused else "active"
         body = {"type": "try_again", "request_id": request_id, "queue_state": state, "queue_state_reason": found.reason}
@@ -205,86 +205,3 @@ async def _retrieve(request: web.Request) -> web.Response:
     if outcome.failed:
         return web.json_response({"error": outcome.body.decode(), "category": outcome.failed})
     return web.Response(body=outcome.body, content_type=PROTOBUF if outcome.type == PROTOBUF else "application/json")
-
-
-async def _capabilities(request: web.Request) -> web.Response:
-    return web.json_response(listing.capabilities([desk.base for desk in request.app[_DOOR].desks.all()]))
-
-
-async def _finish(request: web.Request) -> web.Response:
-    await _body(request)
-    await request.app[_DOOR].finish_session(request[_TENANT], request.match_info["session"])
-    return web.json_response({})
-
-
-async def _sessions(request: web.Request) -> web.Response:
-    found = await request.app[_DOOR].catalog.members("sessions", request[_TENANT])
-    return web.json_response({"sessions": listing.page(found, *_window(request, 20))[0]})
-
-
-async def _session(request: web.Request) -> web.Response:
-    catalog = request.app[_DOOR].catalog
-    session = await catalog.session(request[_TENANT], request.match_info["session"])
-    document = {
-        "training_run_ids": await catalog.members("models", session.session_id),
-        "sampler_ids": await catalog.members("samplers", session.session_id),
-        "user_metadata": {key: str(value) for key, value in (session.user_metadata or {}).items()},
-        "display_name": session.display_name,
-    }
-    return web.json_response(document)
-
-
-async def _sampler(request: web.Request) -> web.Response:
-    sampler = await request.app[_DOOR].catalog.sampler(request[_TENANT], request.match_info["sampler"])
-    document = {"sampler_id": sampler.sampler_id, "base_model": sampler.base_model, "model_path": sampler.model_path}
-    return web.json_response(document)
-
-
-async def _training_runs(request: web.Request) -> web.Response:
-    found = await request.app[_DOOR].catalog.members("models", request[_TENANT])
-    part, cursor = listing.page(found, *_window(request, 20))
-    runs = [await _run_document(request, model_id) for model_id in part]
-    return web.json_response({"training_runs": runs, "cursor": cursor})
-
-
-async def _training_run(request: web.Request) -> web.Response:
-    return web.json_response(await _run_document(request, request.match_info["model"]))
-
-
-async def _run_document(request: web.Request, model_id: str) -> dict[str, Any]:
-    door = request.app[_DOOR]
-    model = await door.catalog.model(request[_TENANT], model_id)
-    return listing.training_run(model, await door.progress(model), await door.catalog.checkpoints(model_id))
-
-
-async def _model_checkpoints(request: web.Request) -> web.Response:
-    catalog = request.app[_DOOR].catalog
-    model = await catalog.model(request[_TENANT], request.match_info["model"])
-    entries = [listing.checkpoint_entry(each) for each in await catalog.checkpoints(model.model_id)]
-    return web.json_response({"checkpoints": entries, "cursor": None})
-
-
-async def _checkpoints(request: web.Request) -> web.Response:
-    catalog = request.app[_DOOR].catalog
-    models = await catalog.members("models", request[_TENANT])
-    found = [each for model_id in models for each in await catalog.checkpoints(model_id)]
-    found.sort(key=lambda each: each.created_at, reverse=True)
-    part, cursor = listing.page(found, *_window(request, 100))
-    return web.json_response({"checkpoints": [listing.checkpoint_entry(each) for each in part], "cursor": cursor})
-
-
-async def _delete_checkpoint(request: web.Request) -> web.Response:
-    info = request.match_info
-    await request.app[_DOOR].delete_checkpoint(
-        request[_TENANT], f"tinker://{info['model']}/{info['kind']}/{info['name']}"
-    )
-    return web.json_response({})
-
-
-def _window(request: web.Request, size: int) -> tuple[int, int]:
-    """Offset and limit of a list."""
-    try:
-        offset, limit = int(request.query.get("offset", "0")), int(request.query.get("limit", str(size)))
-    except ValueError:
-        raise InvalidRequest("offset and limit must be numbers", field="offset") from None
-    return max(0, offset), limit

@@ -48,7 +48,7 @@ def checkpoint_entry(checkpoint: Checkpoint) -> dict[str, Any]:
         "time": _time(checkpoint.created_at),
         "tinker_path": checkpoint.uri,
         "size_bytes": checkpoint.stored.size_bytes,
-        "public": False,
+        "public": checkpoint.public,
         "user_metadata": checkpoint.user_metadata,
         "expires_at": None if checkpoint.expires_at is None else _time(checkpoint.expires_at),
     }

@@ -23,6 +23,11 @@ def sampler_id(session: str, sampling_session_seq_id: int) -> str:
     return f"{session}:sample:{sampling_session_seq_id}"
 
 
+def is_sampler(owner: str) -> bool:
+    """Whether an owner of futures is a sampling session, not a model."""
+    return ":sample:" in owner
+
+
 def adapter_name(model: str) -> str:
     """A model as the learner calls it; session ids have hexadecimal digits only."""
     return model.replace(":train:", "-t")

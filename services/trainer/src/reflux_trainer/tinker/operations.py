@@ -212,7 +212,7 @@ class Operations:
 
     async def _load(self, payload: bytes, op_id: int, call: Call) -> Done:
         body = parse(LoadWeights, payload)
-        checkpoint = await self._catalog.checkpoint(self._model.tenant, body.path)
+        checkpoint = await self._catalog.readable_checkpoint(self._model.tenant, body.path)
         if checkpoint.base_model != self._model.base_model:
             raise InvalidRequest(f"{body.path} is of base model {checkpoint.base_model!r}", field="path")
         if checkpoint.lora["rank"] != self._model.shape.rank:

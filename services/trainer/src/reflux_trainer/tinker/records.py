@@ -113,6 +113,9 @@ class Checkpoint(Record):
     seq_id: int = -1
     """Operation of the model that saved it."""
     expires_at: float | None = None
+    public: bool = False
+    """Whether other tenants may read it by its address."""
+    copied_from: str = ""
     user_metadata: Mapping[str, str] | None = None
 
     @property

@@ -42,6 +42,9 @@ class TinkerSettings(BaseModel):
     poll_seconds: float = Field(default=5.0, gt=0, le=30.0)
     """How long a poll of a future waits for its result."""
 
+    batch_polls: bool = False
+    """Tells clients to ask for all samples of a session in one poll, not for each by one of its own."""
+
     max_pending: int = Field(default=4096, ge=1)
     """Futures of one tenant that may be open; more are answered with 429."""
 

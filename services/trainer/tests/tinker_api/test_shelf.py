@@ -1,0 +1,187 @@
+"""Checkpoints between tenants and in time, polls of whole sessions, and routes that are refused by name."""
+
+import asyncio
+
+import aiohttp
+import pytest
+import tinker
+from tinker import types
+from tinker_world import KEY, datum, done, model_of, sample, sampler_of, session_of, train
+
+from reflux_trainer.tinker.door import Door
+
+STRANGER = "tml-stranger"
+
+
+async def request(world, method, path, body=None, key=KEY):
+    async with (
+        aiohttp.ClientSession(headers={"x-api-key": key}) as http,
+        http.request(method, f"{world.http}/api/v1/{path}", json=body) as answer,
+    ):
+        return answer.status, await answer.json()
+
+
+async def sampled(world, future):
+    """Waits for a sample, whose result is no JSON."""
+    async with asyncio.timeout(20), aiohttp.ClientSession(headers={"x-api-key": KEY}) as http:
+        while True:
+            body = {"request_id": future["request_id"]}
+            async with http.post(f"{world.http}/api/v1/retrieve_future", json=body) as answer:
+                if answer.content_type != "application/json":
+                    return
+
+
+async def saved(world, model, name="mine", seq_id=1):
+    _, future = await world.post("save_weights", {"model_id": model, "seq_id": seq_id, "path": name})
+    return (await done(world, future))["path"]
+
+
+async def test_a_published_checkpoint_is_read_by_others_and_changed_by_its_owner_only(tinker_world):
+    async with tinker_world.trainer():
+        _, model = await model_of(tinker_world)
+        path, shelf = await saved(tinker_world, model), f"training_runs/{model}/checkpoints/weights/mine"
+        own = await session_of(tinker_world, STRANGER)
+        sampling = {"session_id": own, "sampling_session_seq_id": 0, "model_path": path}
+        loading = {"session_id": own, "model_seq_id": 0, "path": path, "optimizer": True}
+        copying = {"session_id": own, "model_seq_id": 1, "source_path": path}
+        reads = [
+            ("weights_info", {"tinker_path": path}),
+            ("create_sampling_session", sampling),
+            ("copy_weights", copying),
+            ("load_weights", loading),
+        ]
+        for verb, body in reads:
+            assert (verb, (await tinker_world.post(verb, body, STRANGER))[0]) == (verb, 404)
+        assert (await request(tinker_world, "POST", f"{shelf}/publish", key=STRANGER))[0] == 404
+        assert (await request(tinker_world, "POST", f"{shelf}/publish"))[0] == 200
+        for verb, body in reads:
+            assert (verb, (await tinker_world.post(verb, body, STRANGER))[0]) == (verb, 200)
+        for method, what in (("DELETE", ""), ("DELETE", "/publish"), ("PUT", "/ttl")):
+            status, _ = await request(tinker_world, method, shelf + what, {"ttl_seconds": 3600}, STRANGER)
+            assert (method, what, status) == (method, what, 404)
+        assert (await request(tinker_world, "GET", f"training_runs/{model}/checkpoints", key=STRANGER))[0] == 404
+        [listed] = (await request(tinker_world, "GET", f"training_runs/{model}/checkpoints"))[1]["checkpoints"]
+        assert (listed["public"], listed["expires_at"]) == (True, None)
+        assert (await request(tinker_world, "DELETE", f"{shelf}/publish"))[0] == 200
+        assert (await tinker_world.post("weights_info", {"tinker_path": path}, STRANGER))[0] == 404
+
+
+async def test_a_time_to_live_is_set_and_taken_back(tinker_world):
+    async with tinker_world.trainer():
+        _, model = await model_of(tinker_world)
+        await saved(tinker_world, model)
+        shelf = f"training_runs/{model}/checkpoints/weights/mine"
+        assert (await request(tinker_world, "PUT", f"{shelf}/ttl", {"ttl_seconds": 5}))[0] == 400
+        for wanted in (7200, None):
+            assert (await request(tinker_world, "PUT", f"{shelf}/ttl", {"ttl_seconds": wanted}))[0] == 200
+            [listed] = (await request(tinker_world, "GET", f"training_runs/{model}/checkpoints"))[1]["checkpoints"]
+            assert (listed["expires_at"] is None) == (wanted is None)
+
+
+async def test_a_copy_outlives_its_source_and_the_same_call_makes_no_second_one(tinker_world):
+    async def use(service):
+        training = await service.create_lora_training_client(base_model="tiny", rank=8, seed=1)
+        for _ in range(3):
+            await train(training, [datum([1, 2, 3, 4])])
+        source = (await training.save_state("three")).path
+        straight = (await train(training, [datum([1, 2, 3, 4])])).metrics["loss:sum"]
+        session = await session_of(tinker_world)
+        body = {"session_id": session, "model_seq_id": 0, "source_path": source}
+        (status, first), (_, again) = (
+            await tinker_world.post("copy_weights", body),
+            await tinker_world.post("copy_weights", body),
+        )
+        assert (status, first) == (200, again)
+        rest = tinker.RestClient(base_url=tinker_world.http, api_key=KEY)
+        await rest.delete_checkpoint(training.model_id, "weights/three")
+        copied = await service.create_training_client_from_state_with_optimizer(first["tinker_path"])
+        assert (await train(copied, [datum([1, 2, 3, 4])])).metrics["loss:sum"] == straight
+        other = (await training.save_state("three")).path
+        status, refused = await tinker_world.post("copy_weights", body | {"source_path": other})
+        assert status == 200, refused  # the same address is the same source
+
+    await tinker_world.with_sdk(use)
+
+
+@pytest.mark.parametrize("field", ["destination_project_id", "weights_access_token"])
+async def test_what_a_copy_does_not_know_is_refused_by_name(tinker_world, field):
+    async with tinker_world.trainer():
+        status, answer = await tinker_world.post("copy_weights", {"source_path": "tinker://a/weights/b", field: "x"})
+        assert status == 400
+        assert field in answer["error"]
+
+
+async def test_the_sdk_polls_a_whole_session_at_once(tinker_world, monkeypatch):
+    polls, single, ended, retrieve = [], [], Door.ended, Door.retrieve
+
+    async def counted(door, tenant, body):
+        polls.append(body)
+        return await ended(door, tenant, body)
+
+    async def fetched(door, tenant, request_id):
+        single.append(request_id)
+        return await retrieve(door, tenant, request_id)
+
+    monkeypatch.setattr(Door, "ended", counted)
+    monkeypatch.setattr(Door, "retrieve", fetched)
+
+    async def use(service):
+        sampler = await service.create_sampling_client(base_model="tiny")
+        params, prompt = types.SamplingParams(max_tokens=4), types.ModelInput.from_ints([4, 5])
+        answers = await asyncio.gather(*(sampler.sample(prompt, 1, params) for _ in range(12)))
+        assert len({tuple(answer.sequences[0].tokens) for answer in answers}) > 6
+
+    await tinker_world.with_sdk(use, batch_polls=True)
+    assert polls
+    assert sorted(single) == sorted(set(single)), "each result is fetched once, when it is there"
+
+
+async def test_ends_come_in_order_are_forgotten_behind_the_cursor_and_are_each_clients_own(tinker_world):
+    async with tinker_world.trainer():
+        session = await session_of(tinker_world)
+        sampler = await sampler_of(tinker_world, session)
+        status, joined = await tinker_world.post("join_sampling_session", {"sampling_session_id": sampler})
+        assert (status, joined["client_counter"]) == (200, 1)
+
+        async def ended(client=0, cursor=0, key=KEY, **more):
+            target = {"type": "sampling_session", "sampling_session_id": sampler, "cloned_sampler_id": client}
+            return await tinker_world.post("retrieve_futures", {"target": target, "prev_cursor": cursor} | more, key)
+
+        assert (await ended())[1] == {"completions": [], "cursor": 0}
+        assert (await ended(key=STRANGER))[0] == 404
+        waiting = asyncio.create_task(ended())
+        await asyncio.sleep(0.05)
+        for seq_id in (0, 1, 1_000_000_000):
+            _, future = await tinker_world.post("asample", sample(sampler, seq_id))
+            await sampled(tinker_world, future)
+        _, first = await waiting
+        assert [each["request_id"] for each in first["completions"]][:1] == [f"{sampler}:0"]
+        _, rest = await ended(cursor=first["cursor"], timeout=0)
+        seen = [each["request_id"] for each in (*first["completions"], *rest["completions"])]
+        assert seen == [f"{sampler}:0", f"{sampler}:1"]
+        assert all(each["response_payload_uncompressed_size"] > 0 for each in rest["completions"])
+        assert (await ended(cursor=rest["cursor"], timeout=0))[1]["completions"] == []
+        assert (await ended(timeout=0))[1]["completions"] == [], "what was seen is forgotten"
+        _, other = await ended(client=1, timeout=0)
+        assert [each["request_id"] for each in other["completions"]] == [f"{sampler}:1000000000"]
+        assert other["cursor"] == 1
+        _, future = await tinker_world.post("asample", sample(sampler, 2))
+        await sampled(tinker_world, future)
+        assert (await ended(timeout=0))[1]["cursor"] == 3, "places go on when all ends are forgotten"
+
+
+async def test_routes_that_are_not_served_say_what_to_do_instead(tinker_world):
+    async with tinker_world.trainer():
+        for method, path, words in (
+            ("POST", "create_custom_loss", "forward_backward_custom"),
+            ("POST", "save_weights_external", "save_weights"),
+            ("POST", "sessions/search", "GET sessions"),
+            ("GET", "training_runs/a/checkpoints/weights/b/external_weights_urls", "tinker://"),
+        ):
+            status, answer = await request(tinker_world, method, path, {} if method == "POST" else None)
+            assert (status, answer["category"]) == (400, "user")
+            assert words in answer["error"]
+        status, me = await request(tinker_world, "GET", "auth/apikey/me")
+        assert status == 200
+        assert me["user_urn"].startswith("urn:reflux:tenant:")
+        assert KEY not in me["user_urn"]
