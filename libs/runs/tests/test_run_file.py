@@ -62,6 +62,12 @@ CATALOG = Catalog(
             "attention+mlp",
         ),
         ("[evaluation]\nprompts = 10", "evaluation.surrogate_prompts", 64, "10"),
+        (
+            '[rl]\nkl_coefficient = 0.1\nkl_in = "reward"\nrelease = "surrogate"\nverifier = "label"',
+            "rl.release",
+            "surrogate",
+            '"full", or rl.kl_in = "loss"',
+        ),
         ("rl.steps = = 3", "file", "", "rl.steps = 150"),
     ],
 )

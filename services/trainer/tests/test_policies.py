@@ -186,6 +186,46 @@ def test_without_groups_a_step_is_compared_as_one_and_equal_rewards_teach():
     assert [len(sent.completions) for sent in request.groups] == [2, 1]
 
 
+REFERENCE = [[np.array([-1.5, -1.0, -1.25]), np.array([-1.0, -1.0, -0.5])]]
+"""lp_ref of the two answers of `group`, whose sampler's log-probs are -1: sums of k1 are 0.75 and -0.5."""
+
+
+def test_a_kl_in_the_reward_lowers_what_answers_are_compared_by():
+    asked = RlConfig(algorithm="dr_grpo", kl_coefficient=0.4, kl_in="reward")
+    request, advantages = training_batch(7, "run", [three_tokens((1.0, 0.0))], asked, REFERENCE)
+    rewards = np.array([1.0 - 0.4 * 0.75, 0.0 + 0.4 * 0.5])
+    assert advantages[0] == pytest.approx(rewards - rewards.mean())
+    assert [each.advantage for each in request.groups[0].completions] == pytest.approx(advantages[0])
+    assert request.loss.kl_coefficient == 0
+    assert list(request.groups[0].completions[0].reference_logprobs) == [-1.5, -1.0, -1.25], "for the figure"
+
+
+def test_without_groups_every_token_has_the_whitened_return_behind_it():
+    asked = RlConfig(algorithm="reinforce_pp", kl_coefficient=0.4, kl_in="reward")
+    request, advantages = training_batch(7, "run", [three_tokens((1.0, 0.0))], asked, REFERENCE)
+    # -0.4 * k1 per token: -0.2, 0, -0.1 and 0, 0, 0.2, with the reward at the last one.
+    returns = np.array([0.7, 0.9, 0.9, 0.2, 0.2, 0.2])
+    expected = (returns - returns.mean()) / returns.std(ddof=1)
+    sent = [value for completion in request.groups[0].completions for value in completion.advantages]
+    assert sent == pytest.approx(expected, abs=1e-6)
+    assert advantages[0] == pytest.approx(expected[[0, 3]], abs=1e-6)
+
+
+def test_a_kl_in_the_reward_leaves_answers_without_a_reward_out():
+    asked, reference = RlConfig(algorithm="dr_grpo", kl_coefficient=0.4, kl_in="reward"), [[*REFERENCE[0], np.zeros(0)]]
+    request, advantages = training_batch(7, "run", [three_tokens((1.0, 0.0, None))], asked, reference)
+    assert advantages[0] == pytest.approx([0.25, -0.25, 0.0])
+    assert [list(each.reference_logprobs) for each in request.groups[0].completions] == [
+        [-1.5, -1.0, -1.25],
+        [-1.0, -1.0, -0.5],
+    ]
+
+
+def three_tokens(rewards):
+    one = group(0, rewards)
+    return replace(one, samples=[replace(each, token_ids=[5, 6, 7], logprobs=[-1.0] * 3) for each in one.samples])
+
+
 def test_the_aggregation_follows_the_method():
     found = {
         (algorithm, loss): loss_config(RlConfig(algorithm=algorithm, loss=loss, max_tokens=7))
@@ -224,6 +264,10 @@ def test_the_largest_batch_that_a_run_file_may_ask_for_fits_its_bound():
     asked = replace(group(0), token_ids=[1_900_000] * 64, samples=samples, grades=[Grade("scored", 1.0)] * 8)
     config = RunConfig(rl=RlConfig(groups_per_step=40))
     request, _ = training_batch(1, "run", [asked] * 40, config.rl)
+    assert request.ByteSize() <= derive(config, 64).largest_batch_bytes
+    shaped = {"algorithm": "reinforce_pp", "kl_coefficient": 0.1, "kl_in": "reward"}
+    config = RunConfig(rl=RlConfig(groups_per_step=40, **shaped))
+    request, _ = training_batch(1, "run", [asked] * 40, config.rl, [[np.full(12, -1.0)] * 8] * 40)
     assert request.ByteSize() <= derive(config, 64).largest_batch_bytes
 
 

@@ -14,8 +14,9 @@ from reflux.trainer.v1 import learner_service_pb2 as pb
 from reflux.weight_broker.v1 import weight_broker_service_pb2 as broker_pb
 from reflux_kit.settings import ServiceSettings
 from reflux_trainer import oplog
-from reflux_trainer.learner_client import LearnerClient, LearnerFailed, ModelSource
+from reflux_trainer.learner_client import LearnerClient, LearnerFailed
 from reflux_trainer.learners import LearnerEntry, LearnerRegistry
+from reflux_trainer.model_source import ModelSource
 from reflux_trainer.publish import Publisher
 from reflux_trainer.queue.ledger import Cursor, Ledger
 from reflux_trainer.watchdog import Waits

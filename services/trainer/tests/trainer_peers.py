@@ -121,11 +121,13 @@ class UnknownModel(NotFound):
 
 
 class Gateway(gateway_grpc.InferenceGatewayServiceServicer):
-    """Answers any prompt; sample i says token 3 + i. `outages` calls fail first."""
+    """Answers any prompt; sample i says token 3 + i. `outages` calls fail first. `scores`, a function of prompt and
+    answers, gives their log-probs."""
 
     def __init__(self):
         self.engine = ""
         """Address of the only replica, if there is one that is called itself."""
+        self.scores = None
         self.version = 0
         self.outages = 0
         self.unknown = 0
@@ -147,12 +149,16 @@ class Gateway(gateway_grpc.InferenceGatewayServiceServicer):
             await context.abort(grpc.StatusCode.UNAVAILABLE, "restarting")
         if self.hold is not None:
             await self.hold.wait()
-        for index in range(request.num_samples):
+        answers = [[3 + index, 1] for index in range(request.num_samples)]
+        logprobs = [[-0.5, -0.5]] * len(answers)
+        if self.scores is not None:
+            logprobs = self.scores(list(request.prompt_token_ids), answers)
+        for index, token_ids in enumerate(answers):
             yield gateway.GenerateGroupResponse(
                 sample=common_pb2.Sample(
                     index=index,
-                    token_ids=[3 + index, 1],
-                    logprobs=[-0.5, -0.5],
+                    token_ids=token_ids,
+                    logprobs=logprobs[index],
                     finish_reason="stop",
                     versions=[common_pb2.VersionSpan(version=self.version, start=0, end=2)],
                 ),
@@ -228,6 +234,7 @@ class Checkpoints(checkpoint_grpc.CheckpointServiceServicer):
         self.committed = []
         self.damaged = set()
         self.scrubbed = []
+        self.store_url = "file:///none"
         self.away = False
         self.taken = False
 
@@ -242,11 +249,16 @@ class Checkpoints(checkpoint_grpc.CheckpointServiceServicer):
             step=request.step,
             attempt=request.attempt,
         )
-        return checkpoint.BeginCheckpointResponse(checkpoint=made, store_url="file:///none", prefix="p")
+        return checkpoint.BeginCheckpointResponse(checkpoint=made, store_url=self.store_url, prefix=made.name)
 
     async def CommitCheckpoint(self, request, context):
         made = checkpoint_pb2.Checkpoint(
-            name=request.name, run=request.name.split("/")[1], objects=request.objects, cursor=request.cursor, attempt=1
+            name=request.name,
+            run=request.name.split("/")[1],
+            store_url=self.store_url,
+            objects=request.objects,
+            cursor=request.cursor,
+            attempt=1,
         )
         self.committed.append(made)
         return checkpoint.CommitCheckpointResponse(checkpoint=made)

@@ -16,6 +16,7 @@ Staleness = Literal["wait", "pace", "drop"]
 Release = Literal["full", "surrogate"]
 InFlight = Literal["most", "adaptive"]
 KlEstimator = Literal["k2", "k3"]
+KlPlace = Literal["loss", "reward"]
 Curriculum = Literal["none", "pass_rate"]
 Transport = Literal["auto", "shm", "ucx", "tcp", "nixl"]
 WeightDtype = Literal["float32", "bfloat16"]
@@ -112,7 +113,7 @@ class RlConfig(_Section):
 
     algorithm: Algorithm = "grpo"
     """Advantage estimator over the rewards of one group. `reinforce_pp` compares with all answers of the step instead:
-    one answer per prompt is enough, and a group of equal rewards teaches, too (arXiv 2501.03262, without its KL).
+    one answer per prompt is enough, and a group of equal rewards teaches, too (arXiv 2501.03262; its KL is `kl_in`).
     With `dr_grpo` the loss divides every answer by the constant length `max_tokens` (arXiv 2503.20783); the others
     average over all tokens of the batch."""
 
@@ -173,12 +174,20 @@ class RlConfig(_Section):
     the learner's policy at the start of the step (arXiv 2110.00641). 2 is usual."""
 
     kl_coefficient: Annotated[float, Field(ge=0.0, le=1e6)] = 0.0
-    """Above 0: each token's loss gets this share of the KL to a reference, which holds the policy near it (GRPO, arXiv
-    2402.03300, takes 0.04). The reference is the policy that reinforcement learning began with, of which the learner
-    keeps a copy; with `model.lora_rank` it is the model without the adapter, which costs no memory. One rank."""
+    """Above 0: each token's loss or reward gets this share of the KL to a reference, which holds the policy near it
+    (GRPO, arXiv 2402.03300, takes 0.04). The reference is the policy that reinforcement learning began with, of which
+    the learner keeps a copy; with `model.lora_rank` it is the model without the adapter, which costs no memory. One
+    rank."""
 
     kl_estimator: KlEstimator = "k3"
-    """Estimator of that KL from a token's log-probs, d = lp_reference - lp: `k3` is exp(d) - d - 1, `k2` is d^2 / 2."""
+    """Estimator of that KL from a token's log-probs, d = lp_reference - lp: `k3` is exp(d) - d - 1, `k2` is d^2 / 2.
+    Counts with `kl_in = "loss"` only."""
+
+    kl_in: KlPlace = "loss"
+    """Where that KL counts. `loss` adds it to every token's (GRPO). `reward` takes k1 = lp - lp_reference of every
+    token, by the sampler's lp, from its reward: `reinforce_pp` sums the rewards behind a token (arXiv 2501.03262), the
+    other algorithms those of an answer before they compare (arXiv 2402.14740). Groups are chosen by the rewards
+    without it."""
 
     overlong_buffer: CountOrZero = 0
     """Above 0: answers of the last so many tokens before `max_tokens` lose reward, linearly up to `overlong_penalty`

@@ -109,7 +109,9 @@ def preflight(config: RunConfig, catalog: Catalog | None = None) -> Counts:
 def _batch_bytes(config: RunConfig, prompt_tokens: int) -> dict[str, int]:
     """Bound of one batch's bytes by the key that sets the number of its prompts."""
     rl, prompt = config.rl, prompt_tokens * _TOKEN_BYTES + _MESSAGE_BYTES
-    answer = rl.max_tokens * (_TOKEN_BYTES + _LOGPROB_BYTES) + _MESSAGE_BYTES
+    # With a KL in the reward, a token has a reference's log-prob, too, and may have an advantage of its own.
+    numbers = 3 if rl.kl_coefficient and rl.kl_in == "reward" else 1
+    answer = rl.max_tokens * (_TOKEN_BYTES + numbers * _LOGPROB_BYTES) + _MESSAGE_BYTES
     return {
         "rl.groups_per_step": rl.groups_per_step * (prompt + rl.samples_per_group * answer),
         "warmup.batch_size": config.warmup.batch_size * (prompt + answer),
@@ -182,6 +184,9 @@ def _batch(config: RunConfig) -> list[Refusal]:
     if rl.algorithm == "reinforce_pp" and rl.release == "surrogate":
         reason = 'is corrected group by group, and algorithm = "reinforce_pp" compares over the whole step'
         found.append(Refusal("rl.release", rl.release, reason, '"full"'))
+    if rl.kl_coefficient and rl.kl_in == "reward" and rl.release == "surrogate":
+        reason = 'corrects rewards without a KL, and kl_in = "reward" puts one into them'
+        found.append(Refusal("rl.release", rl.release, reason, '"full", or rl.kl_in = "loss"'))
     if rl.oversampling > 1 and rl.staleness != "drop":
         reason = f'asks for prompts that staleness = "{rl.staleness}" would wait for: only "drop" discards'
         found.append(Refusal("rl.oversampling", rl.oversampling, reason, "1.0"))

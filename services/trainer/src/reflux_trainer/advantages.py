@@ -6,12 +6,16 @@ import numpy as np
 
 from reflux.trainer.v1 import learner_service_pb2 as pb
 from reflux_runs.config import RlConfig
+from reflux_trainer.algo.kl import penalised_rewards
 from reflux_trainer.algo.overlong import overlong_penalty
 from reflux_trainer.algo.registry import ADVANTAGES
 from reflux_trainer.algo.reinforce_pp import reinforce_pp_advantages
 from reflux_trainer.algo.rewards import Rewards
 from reflux_trainer.backlog import rewards_of
 from reflux_trainer.queue.records import Group
+
+TokenRows = Sequence[Sequence[np.ndarray]]
+"""Of each group of a step, of each of its answers: a number per token, none for an answer that does not count."""
 
 
 def shaped(group: Group, rewards: Rewards, config: RlConfig) -> Rewards:
@@ -24,27 +28,52 @@ def shaped(group: Group, rewards: Rewards, config: RlConfig) -> Rewards:
     )
 
 
-def advantages_of(groups: Sequence[Group], config: RlConfig) -> list[np.ndarray]:
-    """Advantages [samples] of each group of a step, from its shaped rewards; 0 where the reward is unknown."""
-    rewards = [shaped(group, rewards_of(group), config) for group in groups]
+def advantages_of(groups: Sequence[Group], config: RlConfig, reference: TokenRows | None = None) -> list[np.ndarray]:
+    """Advantages [samples] of each group of a step, from its shaped rewards; 0 where the reward is unknown.
+
+    With the KL in the reward, answers are compared by R - beta * sum of k1 (arXiv 2402.14740). REINFORCE++ then has
+    another advantage at every token of an answer: here are those of the first tokens.
+    """
+    rows = token_rewards(groups, config, reference)
     if config.algorithm == "reinforce_pp":
-        return _over_the_step(groups, rewards)
+        return [np.array([row[0] if row.size else 0.0 for row in group]) for group in over_the_step(rows)]
+    rewards = [shaped(group, rewards_of(group), config) for group in groups]
+    if in_reward(config):
+        rewards = [
+            np.array([row.sum() if row.size else reward for row, reward in zip(group, rewards_G, strict=True)])
+            for group, rewards_G in zip(rows, rewards, strict=True)
+        ]
     return [ADVANTAGES[config.algorithm](rewards_G) for rewards_G in rewards]
 
 
-def _over_the_step(groups: Sequence[Group], rewards: Sequence[Rewards]) -> list[np.ndarray]:
-    """REINFORCE++ with rewards at the last token and no discount: all tokens of an answer have one advantage."""
-    advantages = [np.zeros(rewards_G.shape) for rewards_G in rewards]
-    chosen = [
-        (row, place, len(sample.token_ids))
-        for row, group in enumerate(groups)
-        for place, sample in enumerate(group.samples)
-        if sample.token_ids and not np.isnan(rewards[row][place])
-    ]
-    per_token = [np.append(np.zeros(tokens - 1), rewards[row][place]) for row, place, tokens in chosen]
-    for (row, place, _), values in zip(chosen, reinforce_pp_advantages(per_token), strict=True):
-        advantages[row][place] = values[0]
-    return advantages
+def over_the_step(rewards: TokenRows) -> list[list[np.ndarray]]:
+    """REINFORCE++ without a discount: advantages per token of each answer, from its rewards per token."""
+    whitened = iter(reinforce_pp_advantages([row for group in rewards for row in group if row.size]))
+    return [[next(whitened) if row.size else row for row in group] for group in rewards]
+
+
+def token_rewards(groups: Sequence[Group], config: RlConfig, reference: TokenRows | None) -> list[list[np.ndarray]]:
+    """Rewards per token: an answer's shaped one at its last token, and with the KL in the reward -beta * k1 at every
+    token. Empty for answers without tokens or without a known reward.
+    """
+    found = []
+    for number, group in enumerate(groups):
+        rows = [np.zeros(0)] * len(group.samples)
+        for place, reward in enumerate(shaped(group, rewards_of(group), config)):
+            sample = group.samples[place]
+            if sample.token_ids and not np.isnan(reward):
+                logprobs_L = np.array(sample.logprobs)
+                beta, lp_ref_L = 0.0, logprobs_L
+                if reference is not None and in_reward(config):
+                    beta, lp_ref_L = config.kl_coefficient, reference[number][place]
+                rows[place] = penalised_rewards(reward, logprobs_L, lp_ref_L, beta, "k1")
+        found.append(rows)
+    return found
+
+
+def in_reward(config: RlConfig) -> bool:
+    """Whether the run has a KL that counts in the reward."""
+    return config.kl_coefficient > 0 and config.kl_in == "reward"
 
 
 def loss_config(config: RlConfig) -> pb.LossConfig:
@@ -55,7 +84,9 @@ def loss_config(config: RlConfig) -> pb.LossConfig:
     """
     loss = pb.LossConfig(name=config.loss, clip_low=config.clip_low, clip_high=config.clip_high, tis_cap=config.tis_cap)
     if config.kl_coefficient:
-        loss.kl_coefficient, loss.kl_estimator, loss.own_reference = config.kl_coefficient, config.kl_estimator, True
+        # In the reward too the learner keeps the reference, and says how far the policy is from it.
+        loss.own_reference, loss.kl_estimator = True, config.kl_estimator
+        loss.kl_coefficient = 0.0 if in_reward(config) else config.kl_coefficient
     if config.loss in ("gspo", "gspo_token"):
         loss.aggregation = "sequence_mean"
     elif config.algorithm == "dr_grpo":
@@ -66,20 +97,39 @@ def loss_config(config: RlConfig) -> pb.LossConfig:
 
 
 def training_batch(
-    op_id: int, model_id: str, groups: Sequence[Group], config: RlConfig
+    op_id: int, model_id: str, groups: Sequence[Group], config: RlConfig, reference: TokenRows | None = None
 ) -> tuple[pb.ForwardBackwardRequest, list[np.ndarray]]:
-    """The request of one step and the advantages of each group."""
-    advantages = advantages_of(groups, config)
+    """The request of one step and the advantages of each group; `reference` is lp_ref of every token, for a KL in the
+    reward."""
+    advantages = advantages_of(groups, config, reference)
     request = pb.ForwardBackwardRequest(
         op_id=op_id,
         model_id=model_id,
-        groups=[
-            prompt_group(group, values, [grade.known for grade in group.grades])
-            for group, values in zip(groups, advantages, strict=True)
-        ],
+        groups=[prompt_group(group, values, known_of(group)) for group, values in zip(groups, advantages, strict=True)],
         loss=loss_config(config),
     )
+    if reference is not None:
+        for completion, row in zip(_completions(request), _filled(reference), strict=True):
+            completion.reference_logprobs[:] = row
+    if config.algorithm == "reinforce_pp" and in_reward(config):
+        for completion, row in zip(
+            _completions(request), _filled(over_the_step(token_rewards(groups, config, reference))), strict=True
+        ):
+            completion.advantages[:] = row
     return request, advantages
+
+
+def known_of(group: Group) -> list[bool]:
+    """Whose reward is known."""
+    return [grade.known for grade in group.grades]
+
+
+def _completions(request: pb.ForwardBackwardRequest) -> list[pb.Completion]:
+    return [completion for group in request.groups for completion in group.completions]
+
+
+def _filled(rows: TokenRows) -> list[np.ndarray]:
+    return [row for group in rows for row in group if row.size]
 
 
 def prompt_group(group: Group, advantages: np.ndarray, counted: Sequence[bool]) -> pb.PromptGroup:

@@ -26,8 +26,9 @@ from reflux_trainer.in_flight import InFlight
 from reflux_trainer.issue import Issuer, Questions
 from reflux_trainer.journal import Journal
 from reflux_trainer.late.opening import check_rungs, open_late_rewards
-from reflux_trainer.learner_client import LearnerClient, ModelSource
+from reflux_trainer.learner_client import LearnerClient
 from reflux_trainer.milestones import Milestones
+from reflux_trainer.model_source import ModelSource
 from reflux_trainer.parts import Parts
 from reflux_trainer.peers import Peers
 from reflux_trainer.problems import catalog, chosen_problem, evaluation_tasks, fingerprint, question

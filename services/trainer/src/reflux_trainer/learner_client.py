@@ -3,7 +3,6 @@
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 import grpc
@@ -17,6 +16,7 @@ from reflux_kit.settings import ServiceSettings
 from reflux_runs.preflight import MAX_BATCH_MIB
 from reflux_trainer import oplog
 from reflux_trainer.learners import LearnerEntry, LearnerRegistry
+from reflux_trainer.model_source import ModelSource
 from reflux_trainer.queue.ledger import Ledger
 from reflux_trainer.watchdog import Waits
 
@@ -27,8 +27,6 @@ log = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
 
 _LOST = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
-ADAPTER = "run"
-"""Name of a run's LoRA adapter."""
 _STATUS_SECONDS = 5.0
 _LOAD_SECONDS = 300.0
 _PUBLISH_SLACK_SECONDS = 10.0
@@ -47,32 +45,6 @@ class LearnerFailed(RuntimeError):
         super().__init__(f"{error.details()} ({reason_of(error) or error.code().name})")
         self.transient = error.code() is grpc.StatusCode.UNAVAILABLE
         self.unknown = error.code() in _UNKNOWN_OUTCOME
-
-
-@dataclass(frozen=True)
-class ModelSource:
-    """How to make the model from nothing."""
-
-    model_id: str
-    folder: str
-    seed: int
-    transport: str
-    weight_dtype: str = "float32"
-    weight_delta: bool = False
-    compute_dtype: str = "float32"
-    gradient_checkpointing: bool = False
-    deterministic: bool = False
-    lora_rank: int = 0
-    """Above 0: the run trains an adapter of this rank, and the model stays as it is."""
-    lora_targets: frozenset[str] = frozenset()
-
-    factors: bool = False
-    """The adapter is published by itself, for engines that serve several; else the model with it added in."""
-
-    @property
-    def adapter(self) -> str:
-        """Name of what is trained beside the model; empty when it is the model."""
-        return ADAPTER if self.lora_rank else ""
 
 
 class LearnerClient:
@@ -103,6 +75,7 @@ class LearnerClient:
         """Last operation that the learner has acknowledged."""
         self.version = 0
         self.recoveries = 0
+        self._forward_seconds = 0.0
 
     async def close(self) -> None:
         """Closes the channel."""
@@ -124,6 +97,20 @@ class LearnerClient:
             answer = await self._call(lambda stub: stub.ForwardBackward(request, timeout=oplog.COMPUTE_SECONDS))
         self._acknowledged(request.op_id)
         return answer
+
+    async def reference_logprobs(self, groups: Sequence[pb.PromptGroup]) -> Sequence[pb.PromptGroup]:
+        """The groups with the reference's log-probs as `behaviour_logprobs`."""
+        source = self._source
+        request = pb.ForwardRequest(model_id=source.model_id, groups=groups, adapter=source.adapter, reference=True)
+        with self._waits.on("train", "the learner's Forward"):
+            answer = await self._call(lambda stub: stub.Forward(request, timeout=oplog.COMPUTE_SECONDS))
+        self._forward_seconds += answer.seconds
+        return answer.groups
+
+    def drain_forward_seconds(self) -> float:
+        """Seconds that the learner computed without a gradient since the last call."""
+        seconds, self._forward_seconds = self._forward_seconds, 0.0
+        return seconds
 
     async def optim_step(self, request: pb.OptimStepRequest) -> pb.OptimStepResponse:
         """Applies the gradients of a logged step."""
@@ -228,56 +215,20 @@ class LearnerClient:
                 if found is not None and found.name == checkpoint.name:
                     raise  # its objects are as they were written: the cause is another one
                 checkpoint = found
-        await self._create_model(stub)
+        await stub.CreateModel(self._source.creation(), timeout=_LOAD_SECONDS)
         if source.adapter:
-            adapter = pb.CreateAdapterRequest(
-                model_id=source.model_id,
-                adapter=source.adapter,
-                rank=source.lora_rank,
-                train_attention="attention" in source.lora_targets,
-                train_mlp="mlp" in source.lora_targets,
-                train_unembed="unembed" in source.lora_targets,
-                seed=source.seed,
-            )
-            await stub.CreateAdapter(adapter, timeout=_LOAD_SECONDS)
+            await stub.CreateAdapter(source.adapter_creation(), timeout=_LOAD_SECONDS)
         return 0
-
-    async def _create_model(self, stub: "LearnerServiceAsyncStub") -> None:
-        source = self._source
-        request = pb.CreateModelRequest(
-            model_id=source.model_id,
-            path=source.folder,
-            seed=source.seed,
-            transport=source.transport,
-            weight_dtype=source.weight_dtype,
-            weight_delta=source.weight_delta,
-            compute_dtype=source.compute_dtype,
-            gradient_checkpointing=source.gradient_checkpointing,
-            deterministic=source.deterministic,
-        )
-        await stub.CreateModel(request, timeout=_LOAD_SECONDS)
 
     async def _load_checkpoint(self, stub: "LearnerServiceAsyncStub", checkpoint: checkpoint_pb2.Checkpoint) -> int:
         log.info("loading %s", checkpoint.name)
         if self._source.adapter:
             return await self._load_adapter(stub, checkpoint)
-        loading = pb.LoadStateRequest(
-            model_id=self._source.model_id,
-            path=self._source.folder,
-            store_url=checkpoint.store_url,
-            objects=checkpoint.objects,
-            transport=self._source.transport,
-            seed=self._source.seed,
-            weight_dtype=self._source.weight_dtype,
-            weight_delta=self._source.weight_delta,
-            compute_dtype=self._source.compute_dtype,
-            gradient_checkpointing=self._source.gradient_checkpointing,
-            deterministic=self._source.deterministic,
-        )
+        loading = self._source.loading(checkpoint)
         return (await stub.LoadState(loading, timeout=_LOAD_SECONDS)).op_id
 
     async def _load_adapter(self, stub: "LearnerServiceAsyncStub", checkpoint: checkpoint_pb2.Checkpoint) -> int:
-        await self._create_model(stub)
+        await stub.CreateModel(self._source.creation(), timeout=_LOAD_SECONDS)
         loading = pb.LoadStateRequest(
             model_id=self._source.model_id,
             store_url=checkpoint.store_url,

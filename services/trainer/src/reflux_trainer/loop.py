@@ -3,6 +3,7 @@
 from reflux_trainer.advantages import training_batch
 from reflux_trainer.parts import Parts
 from reflux_trainer.queue.ledger import Cursor
+from reflux_trainer.reference import reference_logprobs
 from reflux_trainer.steps import StepLog, checkpoint_due, decide, due, optimizer_request, optimizer_span
 
 
@@ -20,7 +21,8 @@ async def train(parts: Parts, cursor: Cursor) -> Cursor:
         log.check_lag(batch)
         await parts.checkpoints.settled()
 
-        request, advantages = training_batch(cursor.op_id + 1, parts.run, batch.groups, rl)
+        reference = await reference_logprobs(parts, batch.groups)
+        request, advantages = training_batch(cursor.op_id + 1, parts.run, batch.groups, rl, reference)
         late = await parts.late.operations(cursor, parts.learner.version, batch)
         step = optimizer_request(parts, cursor, num_batches=1 + len(late))
         await parts.late.trained(request.op_id, batch, advantages)

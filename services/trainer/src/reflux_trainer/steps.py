@@ -140,7 +140,8 @@ class StepLog:
     ) -> None:
         """Event, spans, transcripts and metrics of the step behind `cursor`."""
         parts, seconds = self._parts, time.monotonic() - self._started
-        times = StepTimes(seconds, parts.waits.drain_spent(), forward.seconds + optim.seconds, batch.formed_at)
+        compute = parts.learner.drain_forward_seconds() + forward.seconds + optim.seconds
+        times = StepTimes(seconds, parts.waits.drain_spent(), compute, batch.formed_at)
         self._adapt(batch, seconds - times.spent.get("wait_rollout", 0.0))
         figures = step_figures(
             batch, self._version, forward, optim, times, parts.publisher.last, await parts.queue.depths()

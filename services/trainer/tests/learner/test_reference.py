@@ -9,10 +9,12 @@ import torch
 
 from reflux_kit.errors import WrongState
 from reflux_model.lora import LoraSpec
+from reflux_model.parameters import initial_parameters
 from reflux_storage.stores import open_store
 from reflux_trainer.learner.core import AdapterJob, Learner
 from reflux_trainer.learner.journal import Journal
 from reflux_trainer.learner.lora import LoraAdapter
+from reflux_trainer.learner.numerics import FLOAT32, Numerics
 from reflux_trainer.learner.ops import GroupData, LossSpec, StepSpec
 from reflux_trainer.learner.ranks.learner import ShardedLearner
 from reflux_trainer.learner.state import StateCapture, restore
@@ -91,6 +93,25 @@ def test_an_adapters_reference_is_the_model_without_it() -> None:
     assert first.kl_reference == pytest.approx(second.kl_reference, abs=1e-6)
     assert first.kl_reference > 1e-4
     assert learner.reference is None, "no second copy of the weights"
+
+
+@pytest.mark.parametrize("numerics", [FLOAT32, Numerics(dtype=torch.bfloat16), Numerics(deterministic=True)])
+def test_the_reference_answers_as_the_policy_did_when_it_was_kept(numerics: Numerics) -> None:
+    learner = Learner(CONFIG, initial_parameters(CONFIG, 0, std=0.2), 0, numerics)
+    before = learner.rescored(tiny_groups(), None, None).logprobs
+    assert learner.rescored(tiny_groups(), None, None, reference=True).logprobs == before, "none is kept yet"
+    steps(learner, replace(OWN, kl_coefficient=0.0), 2)
+    assert learner.rescored(tiny_groups(), None, None, reference=True).logprobs == before
+    assert learner.rescored(tiny_groups(), None, None).logprobs != before
+
+
+def test_the_reference_is_kept_although_all_log_probs_came_with_the_batch() -> None:
+    learner, scored = tiny_learner(), tiny_learner(seed=1).score(tiny_groups())
+    start = learner.flat.clone()
+    learner.forward_backward(referred(tiny_groups(), scored), OWN)
+    learner.optim_step(STEP)
+    assert learner.reference is not None
+    assert torch.equal(learner.reference, start)
 
 
 def test_a_saved_learner_keeps_its_reference_bit_for_bit(tmp_path: Path) -> None:

@@ -64,14 +64,15 @@ class AdapterHost:
         return await self._host.finish(self._step(self._host.require(model_id), name, op_id, step))
 
     async def rescore(
-        self, model_id: str, name: str, groups: Sequence[GroupData], loss: LossSpec | None
+        self, model_id: str, name: str, groups: Sequence[GroupData], loss: LossSpec | None, *, reference: bool = False
     ) -> BatchFigures:
-        """Log-probs under the present weights, of an adapter or (no name) the model, behind all earlier operations."""
+        """Log-probs of an adapter or (no name) the model, or of its reference, behind all earlier operations."""
         session = self._host.require(model_id)
         async with self._host.order:
             self._host.check_present(session)
             adapter = session.adapter(name) if name else None
-            return await self._host.in_torch(session.learner.rescored, groups, adapter, loss)
+            learner = session.learner
+            return await self._host.in_torch(lambda: learner.rescored(groups, adapter, loss, reference=reference))
 
     async def save(self, model_id: str, name: str, store: ObjectStore, key: str, *, weights_only: bool) -> Saved:
         """Streams an adapter's state; operations wait only while it is copied."""

@@ -76,7 +76,7 @@ class Learner(Trainable):
         reference = self.views(self.keep_reference()) if loss.own_reference else {}
         for each in micro_batches(groups, loss, micro_batch):
             part = self._with_reference(each, loss, reference)
-            total = total_loss(part, self._scores(part.placed, part.packed, None), loss, sums)
+            total = total_loss(part, self._scores(part.placed, part.packed, None, self.params), loss, sums)
             total.backward()
             poisoned |= not math.isfinite(float(total.detach()))
         self.poisoned = poisoned
@@ -118,36 +118,48 @@ class Learner(Trainable):
 
     @torch.no_grad()
     def rescored(
-        self, groups: Sequence[GroupData], adapter: LoraAdapter | None, loss: LossSpec | None, micro_batch: int = 0
+        self,
+        groups: Sequence[GroupData],
+        adapter: LoraAdapter | None,
+        loss: LossSpec | None,
+        micro_batch: int = 0,
+        *,
+        reference: bool = False,
     ) -> BatchFigures:
-        """Log-probs under the present weights, of an adapter or without, and the figures of a loss if one is given."""
+        """Log-probs under the present weights, of an adapter or without, and the figures of a loss if one is given.
+
+        With `reference` the log-probs are those of the reference: for an adapter the model without it.
+        """
         started = time.perf_counter()
         sums = BatchSums(_count(groups))
+        own = self.params if self.reference is None or adapter is not None else self.views(self.reference)
+        weights, adapter = (own, None) if reference else (self.params, adapter)
         if loss is not None:
-            own = self.params if self.reference is None or adapter is not None else self.views(self.reference)
             for each in micro_batches(groups, loss, micro_batch):
                 part = self._with_reference(each, loss, own)
-                total_loss(part, self._scores(part.placed, part.packed, adapter), loss, sums)
+                total_loss(part, self._scores(part.placed, part.packed, adapter, weights), loss, sums)
         else:
             for placed in parts_of(groups, micro_batch):
                 lengths = [len(each.token_ids) for piece in placed for each in piece.group.completions]
                 places = [place for piece in placed for place in piece.places]
-                sums.keep(places, self._scores(placed, pack_placed(placed), adapter).logprobs_T, lengths)
+                sums.keep(places, self._scores(placed, pack_placed(placed), adapter, weights).logprobs_T, lengths)
         return sums.figures(time.perf_counter() - started, outputs=True)
 
     @torch.no_grad()
     def _with_reference(self, part: MicroBatch, loss: LossSpec, reference: Parameters) -> MicroBatch:
         """The part with log-probs under `reference` where it has none and the loss asks for them."""
-        if not loss.own_reference:
+        if not loss.own_reference or not part.reference_logprobs_T.isnan().any():
             return part
         scores = packed_scores(self.numerics.cast(reference), self.config, part.packed)
         given_T = part.reference_logprobs_T
         return replace(part, reference_logprobs_T=torch.where(given_T.isnan(), scores.logprobs_T, given_T))
 
-    def _scores(self, placed: Sequence[Placed], packed: PackedRows, adapter: LoraAdapter | None) -> TokenScores:
+    def _scores(
+        self, placed: Sequence[Placed], packed: PackedRows, adapter: LoraAdapter | None, weights: Parameters
+    ) -> TokenScores:
         if adapter is not None:
             return self._adapter_scores(self._frozen(), [(adapter, packed)])[0]
-        params, recompute = self.numerics.cast(self.params), self.numerics.recompute
+        params, recompute = self.numerics.cast(weights), self.numerics.recompute
         scores = packed_scores(params, self.config, packed, recompute=recompute)
         if not self.numerics.deterministic:
             return scores
@@ -201,7 +213,7 @@ def total_loss(part: MicroBatch, scores: TokenScores, loss: LossSpec, sums: Batc
     # where, not a product with 0: a masked token must not turn an infinite loss into NaN.
     total = torch.where(part.mask_T > 0, losses.loss_T * part.weights_T, 0.0).sum()
     sums.add(part, scores, sampler_T, losses.clipped_T, float(total.detach()))
-    if loss.kl_coefficient > 0:
+    if loss.kl_coefficient > 0 or loss.own_reference:
         sums.add_reference(part, kl_term(batch, replace(loss, kl_estimator="k3")))
     return total
 

@@ -97,9 +97,12 @@ class LearnerServicer(LearnerServiceServicer):
         groups = parsing_adapters.parse_batch(request, self._host.require(model_id).learner.config)
         loss = parsing.parse_loss(request.loss) if request.HasField("loss") else None
         with as_service_errors(), span("learner.forward", groups=len(groups)):
-            figures = await self._adapters.rescore(model_id, adapter, groups, loss)
+            figures = await self._adapters.rescore(model_id, adapter, groups, loss, reference=request.reference)
         answer = pb.ForwardResponse(
-            groups=request.groups, outputs=_outputs(figures) if request.datums else (), loss=figures.loss
+            groups=request.groups,
+            outputs=_outputs(figures) if request.datums else (),
+            loss=figures.loss,
+            seconds=figures.seconds,
         )
         rows = iter(figures.logprobs)
         for group in answer.groups:

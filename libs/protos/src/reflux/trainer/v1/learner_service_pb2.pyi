@@ -566,10 +566,13 @@ class ForwardRequest(_message.Message):
     ADAPTER_FIELD_NUMBER: _builtins.int
     DATUMS_FIELD_NUMBER: _builtins.int
     LOSS_FIELD_NUMBER: _builtins.int
+    REFERENCE_FIELD_NUMBER: _builtins.int
     model_id: _builtins.str
     """Model id."""
     adapter: _builtins.str
     """Adapter that answers; empty is the model itself."""
+    reference: _builtins.bool
+    """Whether the learner's own reference answers (LossConfig.own_reference); before one is kept, the present weights."""
     @_builtins.property
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___PromptGroup]:
         """The batch; advantages are ignored."""
@@ -590,10 +593,11 @@ class ForwardRequest(_message.Message):
         adapter: _builtins.str = ...,
         datums: _abc.Iterable[Global___Datum] | None = ...,
         loss: Global___LossConfig | None = ...,
+        reference: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["loss", b"loss"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "datums", b"datums", "groups", b"groups", "loss", b"loss", "model_id", b"model_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "datums", b"datums", "groups", b"groups", "loss", b"loss", "model_id", b"model_id", "reference", b"reference"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -608,8 +612,11 @@ class ForwardResponse(_message.Message):
     GROUPS_FIELD_NUMBER: _builtins.int
     OUTPUTS_FIELD_NUMBER: _builtins.int
     LOSS_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
     loss: _builtins.float
     """Loss over `datums` after aggregation, when one was asked for."""
+    seconds: _builtins.float
+    """Seconds of compute."""
     @_builtins.property
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___PromptGroup]:
         """The batch with `behaviour_logprobs` replaced by those of the present weights."""
@@ -624,10 +631,11 @@ class ForwardResponse(_message.Message):
         groups: _abc.Iterable[Global___PromptGroup] | None = ...,
         outputs: _abc.Iterable[Global___DatumOutput] | None = ...,
         loss: _builtins.float = ...,
+        seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["groups", b"groups", "loss", b"loss", "outputs", b"outputs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["groups", b"groups", "loss", b"loss", "outputs", b"outputs", "seconds", b"seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -36,8 +36,7 @@ class ShardedLearner:
         self, groups: Sequence[GroupData], loss: LossSpec, micro_batch: int = 0, *, outputs: bool = False
     ) -> BatchFigures:
         """See `Learner`; micro-batches are dealt to the ranks."""
-        if loss.own_reference:
-            raise WrongState("a KL to a reference of the learner's own needs one rank: set REFLUX_LEARNER_RANKS to 1")
+        _refuse_reference(loss.own_reference)
         started = time.perf_counter()
         sums = self._merged("forward_backward", groups, loss, micro_batch)
         return sums.figures(time.perf_counter() - started, outputs=outputs)
@@ -51,10 +50,17 @@ class ShardedLearner:
         return StepFigures(norm, self.version, applied, time.perf_counter() - started)
 
     def rescored(
-        self, groups: Sequence[GroupData], adapter: LoraAdapter | None, loss: LossSpec | None, micro_batch: int = 0
+        self,
+        groups: Sequence[GroupData],
+        adapter: LoraAdapter | None,
+        loss: LossSpec | None,
+        micro_batch: int = 0,
+        *,
+        reference: bool = False,
     ) -> BatchFigures:
         """See `Learner`; a sharded model has no adapters."""
         assert adapter is None
+        _refuse_reference(reference)
         started = time.perf_counter()
         sums = self._merged("rescored", groups, loss or _SCORING, micro_batch)
         return sums.figures(time.perf_counter() - started, outputs=True)
@@ -70,3 +76,8 @@ class ShardedLearner:
         for other in others:
             whole.merge(other)
         return whole
+
+
+def _refuse_reference(asked: bool) -> None:
+    if asked:
+        raise WrongState("a KL to a reference of the learner's own needs one rank: set REFLUX_LEARNER_RANKS to 1")
