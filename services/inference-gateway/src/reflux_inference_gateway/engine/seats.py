@@ -4,10 +4,11 @@ Who attaches renews its lease by attaching again: a seat whose lease ends is fre
 """
 
 import asyncio
+import contextvars
 import logging
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 
 from reflux_kit.errors import CapacityExhausted, InvalidRequest, WrongState
@@ -23,9 +24,10 @@ Opened = Callable[[str, LoraSpec], AbstractAsyncContextManager[Callable[[], bool
 @dataclass
 class _Seat:
     spec: LoraSpec
-    until: float
-    works: Callable[[], bool]
-    stack: AsyncExitStack = field(default_factory=AsyncExitStack)
+    opened: "asyncio.Future[Callable[[], bool]]"
+    left: asyncio.Event = field(default_factory=asyncio.Event)
+    until: float = 0.0
+    task: "asyncio.Task[None] | None" = None
 
 
 class Seats:
@@ -65,7 +67,7 @@ class Seats:
             raise InvalidRequest(f"rank {spec.rank} exceeds the {self._most_rank} that this engine takes", field="rank")
         async with self._order:
             seat = self._seats.get(name)
-            if seat is not None and not seat.works():
+            if seat is not None and not seat.opened.result()():
                 await self._free(name)
                 seat = None
             if seat is None:
@@ -83,15 +85,34 @@ class Seats:
         if len(self._seats) >= self._most:
             taken = ", ".join(self._seats)
             raise CapacityExhausted(f"all {self._most} seats for adapters are taken, by {taken}; one has to end first")
-        stack = AsyncExitStack()
-        works = await stack.enter_async_context(self._opened(name, spec))
-        self._seats[name] = _Seat(spec, 0.0, works, stack)
+        seat = _Seat(spec, asyncio.get_running_loop().create_future())
+        # An empty context: the deadline and the trace of the call that attaches are not the seat's.
+        context = contextvars.Context()
+        seat.task = asyncio.create_task(self._sit(name, seat), name=f"seat of {name}", context=context)
+        try:
+            await asyncio.shield(seat.opened)
+        except BaseException:
+            seat.left.set()
+            raise
+        self._seats[name] = seat
         log.info("adapter %s has seat %d of %d", name, len(self._seats), self._most)
-        return self._seats[name]
+        return seat
+
+    async def _sit(self, name: str, seat: _Seat) -> None:
+        try:
+            async with self._opened(name, seat.spec) as works:
+                seat.opened.set_result(works)
+                await seat.left.wait()
+        except Exception as error:
+            if seat.opened.done():
+                raise
+            seat.opened.set_exception(error)
 
     async def _free(self, name: str) -> None:
         if (seat := self._seats.pop(name, None)) is not None:
-            await seat.stack.aclose()
+            seat.left.set()
+            if seat.task is not None:
+                await asyncio.gather(seat.task, return_exceptions=True)
             log.info("adapter %s left its seat", name)
 
     async def _sweep(self) -> None:
