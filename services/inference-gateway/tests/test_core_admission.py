@@ -91,6 +91,25 @@ async def test_a_full_replica_gets_nothing_more_and_a_flood_does_not_keep_anothe
     assert [name for name in work.order if name.startswith("flood")] == [f"flood{number}" for number in range(6)]
 
 
+async def test_models_of_one_process_have_one_load_and_wait_for_the_same_room():
+    made = dispatcher(2, 2)
+    for number in range(2):
+        other = ReplicaInfo(name=f"replicas/x{number}", model_id="x", grpc_address=f"a:{number}", capacity=2)
+        made.table.register(other, made.clock())
+    work = Work(made)
+    tasks = [work.start("m0", model_id="m"), work.start("x0", model_id="x")]
+    await work.until(2)
+    assert [entry.inflight_samples for entry in made.table.entries("m")] == [1, 1], "x0 went where m0 was not"
+    tasks += [work.start(f"{model}{number}", model_id=model) for number in (1, 2) for model in ("m", "x")]
+    await turns()
+    assert work.order == ["m0", "x0", "m1", "x1"], "two processes of two samples are full"
+    for _ in tasks:
+        work.gate.release()
+    await asyncio.gather(*tasks)
+    assert sorted(work.order) == ["m0", "m1", "m2", "x0", "x1", "x2"], "room that one model leaves is the other's too"
+    assert not any(entry.inflight_samples or entry.inflight_tokens for entry in made.table.entries())
+
+
 async def test_weights_divide_what_tenants_get_and_priority_orders_a_tenants_own():
     work = Work(dispatcher(1, weights={"large": 3.0}))
     tasks = [work.start("first")]

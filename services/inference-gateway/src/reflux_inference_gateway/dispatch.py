@@ -103,7 +103,7 @@ class Dispatcher:
         share.load -= done
         share.num_open -= num_samples
         self.table.lighten(share.replica.info.name, done, num_samples)
-        self.waiting_room.serve(share.want.model_id)
+        self.waiting_room.serve(*self.table.models_beside(share.replica.info))
         self._policy(share.want.model_id).finished(share.replica.info.name, ask, generated_tokens)
 
     def forget(self, name: str) -> None:
@@ -229,7 +229,7 @@ class Dispatcher:
             self.table.answered(share.replica.info.name, share.load, share.num_open)
             self.verdicts.ended(share.info, share.verdict, self.clock())
             share.replica, share.load, share.num_open, share.verdict = None, 0, 0, None
-            self.waiting_room.serve(share.want.model_id)
+            self.waiting_room.serve(*self.table.models_beside(share.info))
 
     def _policy(self, model_id: str) -> RoutingPolicy:
         if model_id not in self._policies:

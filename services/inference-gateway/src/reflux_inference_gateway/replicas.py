@@ -45,6 +45,14 @@ class ReplicaInfo:
 
 
 @dataclass
+class ProcessLoad:
+    """What is in flight on one process; all models that it serves compute on the same rows."""
+
+    tokens: int = 0
+    samples: int = 0
+
+
+@dataclass
 class Replica:
     """One entry: the replica's own words plus what the gateway counts."""
 
@@ -52,10 +60,20 @@ class Replica:
     order: int
     seen_seconds: float
     state: State = State.READY
-    inflight_tokens: int = 0
+    load: ProcessLoad = field(default_factory=ProcessLoad)
+    """Shared by the entries of one process, which serves several models."""
     inflight_requests: int = 0
-    inflight_samples: int = 0
     dispatched: int = 0
+
+    @property
+    def inflight_tokens(self) -> int:
+        """On its process."""
+        return self.load.tokens
+
+    @property
+    def inflight_samples(self) -> int:
+        """On its process."""
+        return self.load.samples
 
     def has_room(self, full_at_capacities: float) -> bool:
         """False with so many times its capacity in flight; 0 times, or a capacity that it did not say, is no limit."""
@@ -94,7 +112,8 @@ class ReplicaTable:
         """Adds a replica or refreshes its entry; counts of requests in flight survive a second registration."""
         entry = self._replicas.get(info.name)
         if entry is None:
-            entry = Replica(info=info, order=self._next_order, seen_seconds=now_seconds)
+            load = next((one.load for one in self._beside(info)), None) or ProcessLoad()
+            entry = Replica(info=info, order=self._next_order, seen_seconds=now_seconds, load=load)
             self._next_order += 1
             self._replicas[info.name] = entry
         entry.info, entry.seen_seconds, entry.state = info, now_seconds, State.READY
@@ -151,8 +170,8 @@ class ReplicaTable:
     def dispatched(self, name: str, num_tokens: int, num_samples: int = 1) -> None:
         """Counts a request from the moment it is sent."""
         entry = self._replicas[name]
-        entry.inflight_tokens += num_tokens
-        entry.inflight_samples += num_samples
+        entry.load.tokens += num_tokens
+        entry.load.samples += num_samples
         entry.inflight_requests += 1
         entry.dispatched += 1
 
@@ -166,8 +185,18 @@ class ReplicaTable:
     def lighten(self, name: str, num_tokens: int, num_samples: int) -> None:
         """Takes off a part of a request that goes on."""
         if (entry := self._replicas.get(name)) is not None:
-            entry.inflight_tokens -= num_tokens
-            entry.inflight_samples -= num_samples
+            entry.load.tokens -= num_tokens
+            entry.load.samples -= num_samples
+
+    def models_beside(self, info: ReplicaInfo) -> list[str]:
+        """Models that the process of a replica serves, its own first."""
+        return list(dict.fromkeys([info.model_id, *(one.info.model_id for one in self._beside(info))]))
+
+    def _beside(self, info: ReplicaInfo) -> list[Replica]:
+        """Entries of the same process, which has one gRPC address."""
+        return [
+            one for one in self._replicas.values() if info.grpc_address and one.info.grpc_address == info.grpc_address
+        ]
 
     def get(self, name: str) -> Replica | None:
         """One entry, or None."""

@@ -98,8 +98,12 @@ class WaitingRoom:
             if not len(line) and self._lines.get(model_id) is line:
                 del self._lines[model_id]
 
-    def serve(self, model_id: str) -> None:
-        """Room may have come: sends who goes next, until there is no room."""
+    def serve(self, *model_ids: str) -> None:
+        """Room may have come at a process that serves these models: sends who goes next, until there is no room."""
+        for model_id in model_ids:
+            self._serve(model_id)
+
+    def _serve(self, model_id: str) -> None:
         line, passed_over = self._lines.get(model_id), []
         while line is not None and len(passed_over) < _MAX_PASSED_OVER and self.has_room(model_id):
             entry = line.take()
