@@ -94,10 +94,15 @@ class _Guard:
     def _admit(self, context: Any) -> str:
         """The run that the caller's token is limited to, empty for the stack's own."""
         metadata = dict(context.invocation_metadata() or ())
-        run = auth.from_header(self._secret, metadata.get("authorization")).run if self._secret else ""
+        claims = auth.Claims("")
+        if self._secret:
+            claims = auth.from_header(self._secret, metadata.get("authorization"), tenants=True)
+            if claims.tenant:
+                scope.check_tenant(self._method)
+        auth.tenant.set(claims.tenant)
         deadline.enter(context.time_remaining())
         telemetry.attach(metadata)
-        return run
+        return claims.run
 
     def _check(self, request: Any, run: str) -> None:
         if request is _UNDECODABLE:

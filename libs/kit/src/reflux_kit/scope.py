@@ -20,6 +20,10 @@ _METHODS: dict[str, tuple[str, ...]] = {
 }
 """Services that take nothing but these methods from a run's token."""
 
+_TENANT_METHODS = frozenset(
+    ("CreateRun", "GetRun", "ListRuns", "WatchRun", "PauseRun", "ResumeRun", "ForkRun", "CancelRun")
+)
+
 _RUN_FIELDS = ("run", "model_id")
 _NESTED = ("replica", "traffic", "requests")
 _NAME_PREFIXES = ("checkpoints/", "runs/")
@@ -40,6 +44,13 @@ def check(method: str, request: Message, run: str) -> None:
         check_run(value, run, path)
     if not named and name in _FOR_ALL_WHEN_EMPTY:
         raise PermissionDenied(f"{name} without a run or model concerns all; the token is for {run!r} only", run=run)
+
+
+def check_tenant(method: str) -> None:
+    """Raises `PermissionDenied` unless a tenant may make the call: the service looks whose run it concerns."""
+    service, _, name = method.rpartition("/")
+    if service.rpartition(".")[2] != "TrainerService" or name not in _TENANT_METHODS:
+        raise PermissionDenied(f"{name} needs an operator's token; a tenant's opens the trainer's runs only")
 
 
 def check_run(named: str, run: str, field: str) -> None:

@@ -10,13 +10,14 @@ from aiohttp.typedefs import Handler, Middleware
 from redis.exceptions import RedisError
 
 from reflux_kit import auth
-from reflux_kit.errors import ServiceError, Unavailable
+from reflux_kit.errors import PermissionDenied, ServiceError, Unavailable
 from reflux_runs.errors import ConfigError
 from reflux_runs.load import load_document
 from reflux_trainer.messages import parse_run_id, refused, run_json
 from reflux_trainer.records import RunRecord
 from reflux_trainer.store import RunStore
 from reflux_trainer.supervisor import Supervisor
+from reflux_trainer.tenancy import Tenancy
 from reflux_trainer.tinker.http import PREFIX as TINKER
 
 _OPEN_PATHS = ("/", "/healthz", "/metrics")
@@ -25,6 +26,8 @@ _MAX_BODY_BYTES = 1 << 20
 _STATUS = {
     "INVALID_REQUEST": 400,
     "UNAUTHENTICATED": 401,
+    "PERMISSION_DENIED": 403,
+    "CAPACITY_EXHAUSTED": 429,
     "NOT_FOUND": 404,
     "WRONG_STATE": 409,
     "CONFLICT": 409,
@@ -33,12 +36,13 @@ _STATUS = {
 }
 _SUPERVISOR = web.AppKey("supervisor", Supervisor)
 _STORE = web.AppKey("store", RunStore)
+_TENANCY = web.AppKey("tenancy", Tenancy)
 
 
-def application(supervisor: Supervisor, store: RunStore, stack_secret: str) -> web.Application:
+def application(supervisor: Supervisor, store: RunStore, stack_secret: str, tenancy: Tenancy) -> web.Application:
     """The routes; everything but page, health and metrics needs the stack's token once there is a secret."""
     app = web.Application(middlewares=[_guard(stack_secret)], client_max_size=_MAX_BODY_BYTES)
-    app[_SUPERVISOR], app[_STORE] = supervisor, store
+    app[_SUPERVISOR], app[_STORE], app[_TENANCY] = supervisor, store, tenancy
     app.router.add_get("/", _page)
     app.router.add_post("/v1/runs", _create)
     app.router.add_get("/v1/runs", _list)
@@ -59,7 +63,10 @@ def _guard(stack_secret: str) -> Middleware:
             elif not stack_secret:
                 _refuse_foreign_pages(request)
             elif request.path not in _OPEN_PATHS:
-                auth.from_header(stack_secret, request.headers.get("Authorization"))
+                claims = auth.from_header(stack_secret, request.headers.get("Authorization"), tenants=True)
+                if claims.run:
+                    raise PermissionDenied(f"the token is for the run {claims.run!r} only", run=claims.run)
+                auth.tenant.set(claims.tenant)
             return await handler(request)
         except web.HTTPException as error:
             if error.status < 400:
@@ -121,7 +128,7 @@ async def _create(request: web.Request) -> web.Response:
     parsed = load_document(config) if config is not None else None
     supervisor = request.app[_SUPERVISOR]
     if resume_run:
-        record = await supervisor.resume(parse_run_id(resume_run, "resume_run"), parsed)
+        record = await supervisor.resume(await _owned(request, parse_run_id(resume_run, "resume_run")), parsed)
     elif parsed is None:
         return _error(400, "INVALID_REQUEST", "config is missing; an empty object is the recipe", {"field": "config"})
     else:
@@ -138,7 +145,7 @@ async def _fork(request: web.Request) -> web.Response:
         return _error(
             400, "INVALID_REQUEST", f'{key}: send {{"changes": {{...}}}} with keys of a run file', {"field": key}
         )
-    record = await request.app[_SUPERVISOR].fork(_run(request), checkpoint, changes, request_id)
+    record = await request.app[_SUPERVISOR].fork(await _run(request), checkpoint, changes, request_id)
     return await _run_response(request, record, status=201)
 
 
@@ -155,7 +162,7 @@ async def _body(request: web.Request) -> dict[str, object]:
 async def _list(request: web.Request) -> web.Response:
     store = request.app[_STORE]
     size, before = (_count(request, name, default) for name, default in (("page_size", 100), ("page_token", 0)))
-    records, following = await store.page(min(size or 100, 500), before)
+    records, following = await store.page(min(size or 100, 500), before, request.app[_TENANCY].caller)
     runs = [run_json(record, await store.step(record.run)) for record in records]
     return web.json_response({"runs": runs, "next_page_token": str(following) if following else ""})
 
@@ -168,11 +175,11 @@ def _count(request: web.Request, name: str, default: int) -> int:
 
 
 async def _get(request: web.Request) -> web.Response:
-    return await _run_response(request, await request.app[_STORE].get(_run(request)))
+    return await _run_response(request, await request.app[_STORE].get(await _run(request)))
 
 
 async def _events(request: web.Request) -> web.StreamResponse:
-    store, run = request.app[_STORE], _run(request)
+    store, run = request.app[_STORE], await _run(request)
     await store.get(run)
     token = request.headers.get("Last-Event-ID", request.query.get("resume_token", ""))
     if token and not token.replace("-", "", 1).isdigit():
@@ -189,13 +196,20 @@ async def _events(request: web.Request) -> web.StreamResponse:
 def _verb(name: str) -> Handler:
     async def handle(request: web.Request) -> web.Response:
         act = getattr(request.app[_SUPERVISOR], name)
-        return await _run_response(request, await act(_run(request)))
+        return await _run_response(request, await act(await _run(request)))
 
     return handle
 
 
-def _run(request: web.Request) -> str:
-    return parse_run_id(request.match_info["run"], "run")
+async def _run(request: web.Request) -> str:
+    return await _owned(request, parse_run_id(request.match_info["run"], "run"))
+
+
+async def _owned(request: web.Request, run: str) -> str:
+    """The run, if the caller may see it; operators also name runs that only checkpoints remember."""
+    if request.app[_TENANCY].caller:
+        request.app[_TENANCY].check_owner(await request.app[_STORE].get(run))
+    return run
 
 
 async def _run_response(request: web.Request, record: RunRecord, status: int = 200) -> web.Response:

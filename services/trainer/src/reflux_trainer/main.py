@@ -13,6 +13,7 @@ from reflux_trainer.servicer import SERVICE_NAME, TrainerServicer
 from reflux_trainer.settings import TrainerSettings
 from reflux_trainer.store import RunStore
 from reflux_trainer.supervisor import Supervisor
+from reflux_trainer.tenancy import load_tenancy
 from reflux_trainer.tinker.opening import open_tinker
 
 
@@ -29,11 +30,12 @@ async def build(settings: TrainerSettings) -> AsyncIterator[Service]:
         redis = await stack.enter_async_context(open_redis(settings.redis_url))
         peers = await stack.enter_async_context(open_peers(redis, settings))
         store = RunStore(redis)
-        supervisor = Supervisor(peers, store)
-        servicer = TrainerServicer(supervisor, store, peers.learners)
+        tenancy = load_tenancy(settings.tenants_file)
+        supervisor = Supervisor(peers, store, tenancy)
+        servicer = TrainerServicer(supervisor, store, peers.learners, tenancy)
         mount = Mount(servicer, add_TrainerServiceServicer_to_server, SERVICE_NAME)
         # Runs are taken up when the addresses are ours, not before: see Supervisor.
-        app = application(supervisor, store, settings.stack_secret)
+        app = application(supervisor, store, settings.stack_secret, tenancy)
         tinker = open_tinker(peers, settings)
         tinker.mount(app)
 

@@ -52,6 +52,7 @@ def render_run(record: RunRecord, step: int) -> run_pb2.Run:
         job=record.job,
         folder=record.folder,
         forked_from=record.forked_from,
+        tenant=record.tenant,
     )
 
 

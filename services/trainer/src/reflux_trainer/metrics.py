@@ -13,4 +13,5 @@ STEP_SECONDS = Histogram(
 LAG = Histogram(
     "reflux_trainer_lag_versions", "Age of trained samples in versions", ["run"], buckets=(0, 1, 2, 4, 8, 16, 32)
 )
+RUNS_ACTIVE = Gauge("reflux_trainer_runs_active", "Runs that this trainer carries, by tenant", ["tenant"])
 RUNS_ENDED = Counter("reflux_trainer_runs_ended", "Runs that ended, by state", ["state"])

@@ -42,6 +42,8 @@ class RunRecord:
     """Consecutive earlier attempts that logged no further operation."""
     job: str = ""
     folder: str = ""
+    tenant: str = ""
+    """Who started it; empty for operators."""
     forked_from: str = ""
     """Checkpoint of another run that this one starts from."""
 

@@ -23,6 +23,10 @@ class TrainerSettings(ServiceSettings):
     start_seconds: float = Field(default=120.0, gt=0)
     """Time for a run's processes to be placed, started and registered."""
 
+    tenants_file: str = ""
+    """TOML file of `[tenants.NAME]` tables with `max_runs` and `max_engines` (docs/operate.md); without it the tenants
+    that tokens name have no bounds."""
+
     max_attempts: int = Field(default=5, ge=1)
     """Consecutive attempts without a new step after which a run is given up."""
 

@@ -24,6 +24,10 @@ return 1
 """
 
 
+def _index_of(tenant: str) -> str:
+    return f"{_INDEX}:{tenant}" if tenant else _INDEX
+
+
 @dataclass(frozen=True)
 class Watched:
     """One event of a run with the token behind it."""
@@ -43,7 +47,8 @@ class RunStore:
 
     async def create(self, record: RunRecord) -> RunRecord:
         """Stores a new run; one that exists is returned as it is (a repeated request)."""
-        await self._redis.zadd(_INDEX, {record.run: record.created_at}, nx=True)
+        for index in {_INDEX, _index_of(record.tenant)}:
+            await self._redis.zadd(index, {record.run: record.created_at}, nx=True)
         await self._swap(record.run, b"", record)
         return await self.get(record.run)
 
@@ -53,6 +58,10 @@ class RunStore:
         if raw is None:
             raise NotFound(f"there is no run {run!r}; `reflux runs` lists them")
         return RunRecord.from_bytes(raw)
+
+    async def knows(self, run: str) -> bool:
+        """Whether there is a record of it."""
+        return bool(await self._redis.exists(RunKeys(run).record))
 
     async def step(self, run: str) -> int:
         """Training steps that are decided."""
@@ -78,9 +87,9 @@ class RunStore:
         arguments = [old, new.to_bytes(), Event(at=time.time()).to_json(), MAX_EVENTS]
         return bool(await self._save(keys=[keys.record, keys.events], args=arguments))
 
-    async def page(self, size: int, before: int) -> tuple[list[RunRecord], int]:
-        """Runs from offset `before`, newest first, and the offset of the next page (0 at the end)."""
-        names = await self._redis.zrevrange(_INDEX, before, before + size)
+    async def page(self, size: int, before: int, tenant: str = "") -> tuple[list[RunRecord], int]:
+        """Runs, of a tenant or all, from offset `before`, newest first, and the next page's offset (0 at the end)."""
+        names = await self._redis.zrevrange(_index_of(tenant), before, before + size)
         return await self._records(names[:size]), before + size if len(names) > size else 0
 
     async def unfinished(self) -> list[RunRecord]:

@@ -22,11 +22,13 @@ from reflux_trainer.forking import FIXED, find_origin, forked_config
 from reflux_trainer.hosts import host_memory
 from reflux_trainer.jobs import cancel_job
 from reflux_trainer.late.rewards import cancel_ladders
+from reflux_trainer.metrics import RUNS_ACTIVE
 from reflux_trainer.peers import Peers
 from reflux_trainer.problems import catalog
 from reflux_trainer.records import RunRecord
 from reflux_trainer.shared import check_shared, sweep_fleets
 from reflux_trainer.store import RunStore
+from reflux_trainer.tenancy import Tenancy
 
 log = logging.getLogger(__name__)
 _STOP_SECONDS = 5.0
@@ -39,9 +41,12 @@ class Supervisor:
     Enter it once the trainer's address is bound, so that a second trainer on the same address takes nothing over.
     """
 
-    def __init__(self, peers: Peers, store: RunStore) -> None:
+    def __init__(self, peers: Peers, store: RunStore, tenancy: Tenancy) -> None:
         self._peers = peers
         self._store = store
+        self._tenancy = tenancy
+        self._admission = asyncio.Lock()
+        """Held from the look at a tenant's runs until the new one is stored."""
         self._active: dict[str, ActiveRun] = {}
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._sweeping: asyncio.Task[None] | None = None
@@ -98,7 +103,7 @@ class Supervisor:
     async def create(self, config: RunConfig, request_id: str) -> RunRecord:
         """Checks a configuration and starts its run; the same `request_id` gives the same run. Raises ConfigError."""
         await self._check(config)
-        run = new_run_id(config, request_id)
+        run = new_run_id(config, request_id, self._tenancy.caller)
         async with self._lock(run):
             return await self._create(run, config)
 
@@ -111,7 +116,7 @@ class Supervisor:
         origin = await find_origin(self._peers, run, checkpoint)
         config = forked_config(source, changes, run, origin)
         await self._check(config)
-        forked = new_run_id(config, request_id)
+        forked = new_run_id(config, request_id, self._tenancy.caller)
         async with self._lock(forked):
             return await self._create(forked, config, forked_from=origin.name)
 
@@ -146,6 +151,7 @@ class Supervisor:
         if run in self._active:
             await asyncio.wait([self._active[run].task])
         reached = await self._store.operation(run)
+        self._tenancy.check_room(record.tenant, config, await self._store.unfinished())
 
         def again(found: RunRecord) -> RunRecord:
             # Read again: another trainer or request may have resumed it since.
@@ -216,8 +222,12 @@ class Supervisor:
 
     async def _create(self, run: str, config: RunConfig, attempt: int = 1, forked_from: str = "") -> RunRecord:
         folder = self._peers.settings.runs_folder.resolve() / run
-        made = RunRecord(run, config, created_at=time.time(), folder=str(folder), attempt=attempt)
-        record = await self._store.create(replace(made, forked_from=forked_from))
+        tenant = self._tenancy.caller
+        made = RunRecord(run, config, created_at=time.time(), folder=str(folder), attempt=attempt, tenant=tenant)
+        async with self._admission:
+            if tenant and not await self._store.knows(run):  # else the request is a repeated one
+                self._tenancy.check_room(tenant, config, await self._store.unfinished())
+            record = await self._store.create(replace(made, forked_from=forked_from))
         if not record.ended and run not in self._active:
             self._begin(record)
         return record
@@ -239,16 +249,22 @@ class Supervisor:
 
     def _begin(self, record: RunRecord) -> None:
         active = self._active[record.run] = ActiveRun(record, self._peers, self._store)
+        self._count(record.tenant)
         active.task.add_done_callback(lambda _: self._forget(active))
 
     def _forget(self, active: ActiveRun) -> None:
         if self._active.get(active.record.run) is active:
             del self._active[active.record.run]
+            self._count(active.record.tenant)
+
+    def _count(self, tenant: str) -> None:
+        RUNS_ACTIVE.labels(tenant=tenant).set(sum(each.record.tenant == tenant for each in self._active.values()))
 
 
-def new_run_id(config: RunConfig, request_id: str) -> str:
-    """Name and a short hash of the request, so that a repeated request finds its run."""
-    return f"{config.name}-{hashlib.blake2b(request_id.encode(), digest_size=4).hexdigest()}"
+def new_run_id(config: RunConfig, request_id: str, tenant: str = "") -> str:
+    """Name and a short hash of the request and who makes it, so that a repeated request finds its run."""
+    made = f"{tenant}/{request_id}" if tenant else request_id
+    return f"{config.name}-{hashlib.blake2b(made.encode(), digest_size=4).hexdigest()}"
 
 
 _FIXED_RL = ("groups_per_step", "samples_per_group", "max_lag", "verifier")

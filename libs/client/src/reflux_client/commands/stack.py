@@ -1,6 +1,7 @@
 """reflux up, down, status, token: the local stack as a whole."""
 
 import asyncio
+import re
 from pathlib import Path
 
 import click
@@ -91,11 +92,16 @@ async def _show_services(console: Console) -> None:
 
 @click.command()
 @click.option("--run", "run_name", default="", help="restrict the token to one run")
-def token(run_name: str) -> None:
+@click.option("--tenant", default="", help="restrict the token to the runs of a tenant, under its quota")
+def token(run_name: str, tenant: str) -> None:
     """Print a bearer token for HTTP calls, signed with REFLUX_STACK_SECRET."""
     secret = connection.settings().stack_secret
     if not secret:
         raise connection.ClientError(
             "this stack has no secret, so calls need no token (set REFLUX_STACK_SECRET to require one)"
         )
-    click.echo(auth.mint(secret, "operator", run=run_name))
+    if run_name and tenant:
+        raise click.UsageError("--run and --tenant exclude each other")
+    if tenant and not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", tenant):
+        raise click.UsageError("a tenant's name has 1 to 64 of A-Z a-z 0-9 . _ -")
+    click.echo(auth.mint(secret, tenant or "operator", run=run_name, tenant=tenant))

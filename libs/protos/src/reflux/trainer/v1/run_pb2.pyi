@@ -79,6 +79,7 @@ class Run(_message.Message):
     JOB_FIELD_NUMBER: _builtins.int
     FOLDER_FIELD_NUMBER: _builtins.int
     FORKED_FROM_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Format: runs/{run}"""
     state: Global___Run.State.ValueType
@@ -99,6 +100,8 @@ class Run(_message.Message):
     """Folder on the trainer's host with summary.json, split.json and records."""
     forked_from: _builtins.str
     """Checkpoint of another run that it started from; empty for a run that started anew."""
+    tenant: _builtins.str
+    """Tenant who started it; empty for operators."""
     @_builtins.property
     def config(self) -> Global___RunConfig:
         """The configuration as accepted, defaults filled in."""
@@ -117,10 +120,11 @@ class Run(_message.Message):
         job: _builtins.str = ...,
         folder: _builtins.str = ...,
         forked_from: _builtins.str = ...,
+        tenant: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["config", b"config"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "config", b"config", "created_at", b"created_at", "ended_at", b"ended_at", "folder", b"folder", "forked_from", b"forked_from", "job", b"job", "message", b"message", "name", b"name", "state", b"state", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "config", b"config", "created_at", b"created_at", "ended_at", b"ended_at", "folder", b"folder", "forked_from", b"forked_from", "job", b"job", "message", b"message", "name", b"name", "state", b"state", "step", b"step", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

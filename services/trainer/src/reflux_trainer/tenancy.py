@@ -1,0 +1,85 @@
+"""Whose runs are whose, and how many of them may be under way. What another tenant owns does not exist.
+
+Operators and services have no tenant: they see all runs, and no quota binds them.
+"""
+
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from reflux_kit import auth
+from reflux_kit.errors import CapacityExhausted, NotFound, PermissionDenied, StartupError
+from reflux_runs.config import RunConfig
+from reflux_trainer.records import RunRecord
+
+
+class Quota(BaseModel):
+    """Bounds of what a tenant has under way; 0 sets none."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    max_runs: int = Field(default=0, ge=0)
+    """Runs that have not ended, paused ones included: they hold their processes."""
+
+    max_engines: int = Field(default=0, ge=0)
+    """Inference replicas of these runs together (`fleet.engines`)."""
+
+
+class _TenantsFile(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    tenants: Mapping[str, Quota] = {}
+
+
+class Tenancy:
+    """Owns the quotas. Pure but for `auth.tenant`, the caller of the moment."""
+
+    def __init__(self, quotas: Mapping[str, Quota] | None = None) -> None:
+        """`quotas` None: no file was named, and every tenant that has a token is unbounded."""
+        self._quotas = quotas
+
+    @property
+    def caller(self) -> str:
+        """Tenant of the call that is being served; "" is an operator."""
+        return auth.tenant.get()
+
+    def check_owner(self, record: RunRecord) -> RunRecord:
+        """The record, if the caller may see it. Raises NotFound as for a run that is not there."""
+        if self.caller and record.tenant != self.caller:
+            raise NotFound(f"there is no run {record.run!r}; `reflux runs` lists them")
+        return record
+
+    def check_room(self, tenant: str, config: RunConfig, unfinished: Sequence[RunRecord]) -> None:
+        """Raises CapacityExhausted when one more run of `config` goes beyond the quota, and names what holds it."""
+        if not tenant or self._quotas is None:
+            return
+        quota = self._quotas.get(tenant)
+        if quota is None:
+            raise PermissionDenied(f"tenant {tenant!r} has no quota: REFLUX_TRAINER_TENANTS_FILE does not name it")
+        own = [record for record in unfinished if record.tenant == tenant]
+        engines = config.fleet.engines + sum(record.config.fleet.engines for record in own)
+        names = ", ".join(record.run for record in own[:10])
+        for what, used, bound in (("runs", len(own) + 1, quota.max_runs), ("engines", engines, quota.max_engines)):
+            if bound and used > bound:
+                way = f"wait for or cancel one of {names}" if own else "take fewer fleet.engines"
+                raise CapacityExhausted(
+                    f"tenant {tenant!r} may have {bound} {what} under way, this would make {used}; {way}", tenant=tenant
+                )
+
+
+def load_tenancy(path: str) -> Tenancy:
+    """Reads a TOML file of `[tenants.NAME]` tables; an empty path gives no quotas. Raises StartupError."""
+    if not path:
+        return Tenancy()
+    try:
+        with Path(path).open("rb") as file:
+            return Tenancy(_TenantsFile.model_validate(tomllib.load(file)).tenants)
+    except OSError as error:
+        raise StartupError(f"the file of tenants {path} cannot be read: {error.strerror}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise StartupError(f"the file of tenants {path} is not TOML: {error}") from None
+    except ValidationError as error:
+        first = error.errors(include_input=False)[0]
+        raise StartupError(f"the file of tenants {path}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
