@@ -176,8 +176,7 @@ class RlConfig(_Section):
     kl_coefficient: Annotated[float, Field(ge=0.0, le=1e6)] = 0.0
     """Above 0: each token's loss or reward gets this share of the KL to a reference, which holds the policy near it
     (GRPO, arXiv 2402.03300, takes 0.04). The reference is the policy that reinforcement learning began with, of which
-    the learner keeps a copy; with `model.lora_rank` it is the model without the adapter, which costs no memory. One
-    rank."""
+    the learner keeps a copy; with `model.lora_rank` it is the model without the adapter, which costs no memory."""
 
     kl_estimator: KlEstimator = "k3"
     """Estimator of that KL from a token's log-probs, d = lp_reference - lp: `k3` is exp(d) - d - 1, `k2` is d^2 / 2.

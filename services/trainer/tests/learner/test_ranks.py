@@ -19,7 +19,7 @@ from reflux_kit.server import Mount, Service, running
 from reflux_kit.settings import ServiceSettings
 from reflux_trainer.learner.core import Learner
 from reflux_trainer.learner.host import LearnerHost
-from reflux_trainer.learner.ops import LossSpec, StepSpec
+from reflux_trainer.learner.ops import GroupData, LossSpec, StepSpec
 from reflux_trainer.learner.ranks.backend import ManyRanks
 from reflux_trainer.learner.ranks.setup import RankSetup
 from reflux_trainer.learner.servicer import SERVICE_NAME, LearnerServicer
@@ -68,13 +68,17 @@ async def created(w: World) -> None:
 def unmasked(folder: Path, steps: int) -> Learner:
     """One rank's learner after the same steps; requests carry no masks."""
     learner = Learner.from_folder(folder, 1)
-    groups = [
-        replace(group, completions=[replace(each, mask=()) for each in group.completions]) for group in tiny_groups()
-    ]
     for _ in range(steps):
-        learner.forward_backward(groups, LOSS)
+        learner.forward_backward(whole_groups(), LOSS)
         learner.optim_step(STEP)
     return learner
+
+
+def whole_groups() -> list[GroupData]:
+    """The groups without masks."""
+    return [
+        replace(group, completions=[replace(each, mask=()) for each in group.completions]) for group in tiny_groups()
+    ]
 
 
 async def test_two_ranks_train_publish_and_resume_as_one_does(tmp_path: Path) -> None:
@@ -95,21 +99,50 @@ async def test_two_ranks_train_publish_and_resume_as_one_does(tmp_path: Path) ->
         rows = [list(c.behaviour_logprobs) for group in scored.groups for c in group.completions]
         for row, expected in zip(rows, (row for group in alone.score(tiny_groups()) for row in group), strict=True):
             assert row == pytest.approx(expected, abs=1e-4)
-        await resumed(s, w)
+        await resumed(s, w, alone)
 
 
-async def resumed(s: Sharded, w: World) -> None:
-    """Saves in the middle of a step, goes on, loads, goes on again: bit for bit the same."""
-    await w.stub.ForwardBackward(backward(5))
+def held(op_id: int) -> pb.ForwardBackwardRequest:
+    """A batch with a KL to the reference that its first one keeps."""
+    batch = backward(op_id)
+    batch.loss.kl_coefficient, batch.loss.own_reference = 0.5, True
+    return batch
+
+
+async def held_step(w: World) -> tuple[float, float, float]:
+    """Ends the step of operation 5 and makes the next one: gradient's norms and the KL in between."""
+    first = await w.stub.OptimStep(optim(6))
+    distance = (await w.stub.ForwardBackward(held(7))).kl_reference
+    return first.grad_norm, distance, (await w.stub.OptimStep(optim(8))).grad_norm
+
+
+def held_alone(alone: Learner) -> tuple[float, float, float]:
+    """The same on one rank."""
+    loss, groups = replace(LOSS, kl_coefficient=0.5, own_reference=True), whole_groups()
+    alone.forward_backward(groups, loss)
+    first = alone.optim_step(STEP)
+    distance = alone.forward_backward(groups, loss).kl_reference
+    return first.grad_norm, distance, alone.optim_step(STEP).grad_norm
+
+
+async def resumed(s: Sharded, w: World, alone: Learner) -> None:
+    """Saves in the middle of a step, goes on, loads, goes on again: bit for bit the same, the reference too."""
+    present = (await w.stub.Forward(pb.ForwardRequest(model_id=MODEL, groups=backward(1).groups))).groups
+    asked = pb.ForwardRequest(model_id=MODEL, groups=backward(1).groups, reference=True)
+    assert (await w.stub.ForwardBackward(held(5))).kl_reference == pytest.approx(0.0, abs=1e-9)
     save = pb.SaveStateRequest(model_id=MODEL, store_url=w.store_url, prefix="c/1")
     saved = await w.stub.SaveState(save)
     assert [each.key for each in saved.objects] == [f"c/1/learner-0000{rank}.safetensors" for rank in (0, 1)]
-    norms = [(await w.stub.OptimStep(optim(6))).grad_norm, (await w.step(7)).grad_norm]
+    figures = await held_step(w)
+    assert figures == pytest.approx(held_alone(alone), abs=1e-5)
+    assert figures[1] > 1e-5
+    assert (await w.stub.Forward(asked)).groups == present
     load = pb.LoadStateRequest(
         model_id=MODEL, path=str(w.folder), store_url=w.store_url, objects=saved.objects, transport="shm"
     )
     assert (await w.stub.LoadState(load, timeout=_PATIENCE)).version == 2
-    assert [(await w.stub.OptimStep(optim(6))).grad_norm, (await w.step(7)).grad_norm] == norms
+    assert await held_step(w) == figures
+    assert (await w.stub.Forward(asked)).groups == present
     await w.stub.ForwardBackward(backward(9, advantage=float("nan")))
     assert not (await w.stub.OptimStep(optim(10))).applied
     adapter = pb.CreateAdapterRequest(model_id=MODEL, adapter="a", rank=2, train_mlp=True)

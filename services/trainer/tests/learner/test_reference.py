@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from reflux_kit.errors import WrongState
 from reflux_model.lora import LoraSpec
 from reflux_model.parameters import initial_parameters
 from reflux_storage.stores import open_store
@@ -16,7 +15,6 @@ from reflux_trainer.learner.journal import Journal
 from reflux_trainer.learner.lora import LoraAdapter
 from reflux_trainer.learner.numerics import FLOAT32, Numerics
 from reflux_trainer.learner.ops import GroupData, LossSpec, StepSpec
-from reflux_trainer.learner.ranks.learner import ShardedLearner
 from reflux_trainer.learner.state import StateCapture, restore
 
 from .tiny import CONFIG, digest, tiny_groups, tiny_learner
@@ -124,9 +122,3 @@ def test_a_saved_learner_keeps_its_reference_bit_for_bit(tmp_path: Path) -> None
     loaded = restore(store, key, CONFIG, 0).learner
     assert steps(loaded, OWN, 2) == steps(learner, OWN, 2)
     assert digest(loaded) == digest(learner)
-
-
-def test_several_ranks_refuse_a_reference_of_their_own() -> None:
-    sharded = ShardedLearner.__new__(ShardedLearner)  # refused before any rank is asked
-    with pytest.raises(WrongState, match="REFLUX_LEARNER_RANKS"):
-        sharded.forward_backward(tiny_groups(), OWN)

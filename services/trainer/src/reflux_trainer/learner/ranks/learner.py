@@ -3,7 +3,6 @@
 import time
 from collections.abc import Sequence
 
-from reflux_kit.errors import WrongState
 from reflux_model.config import ModelConfig
 from reflux_model.parameters import Parameters
 from reflux_trainer.learner.figures import BatchSums
@@ -36,7 +35,6 @@ class ShardedLearner:
         self, groups: Sequence[GroupData], loss: LossSpec, micro_batch: int = 0, *, outputs: bool = False
     ) -> BatchFigures:
         """See `Learner`; micro-batches are dealt to the ranks."""
-        _refuse_reference(loss.own_reference)
         started = time.perf_counter()
         sums = self._merged("forward_backward", groups, loss, micro_batch)
         return sums.figures(time.perf_counter() - started, outputs=outputs)
@@ -60,9 +58,8 @@ class ShardedLearner:
     ) -> BatchFigures:
         """See `Learner`; a sharded model has no adapters."""
         assert adapter is None
-        _refuse_reference(reference)
         started = time.perf_counter()
-        sums = self._merged("rescored", groups, loss or _SCORING, micro_batch)
+        sums = self._merged("rescored", groups, loss or _SCORING, micro_batch, reference)
         return sums.figures(time.perf_counter() - started, outputs=True)
 
     def score(self, groups: Sequence[GroupData], micro_batch: int = 0) -> list[list[list[float]]]:
@@ -76,8 +73,3 @@ class ShardedLearner:
         for other in others:
             whole.merge(other)
         return whole
-
-
-def _refuse_reference(asked: bool) -> None:
-    if asked:
-        raise WrongState("a KL to a reference of the learner's own needs one rank: set REFLUX_LEARNER_RANKS to 1")

@@ -1,7 +1,9 @@
 """One rank's part of a sharded model: its slices of weights, gradients and moments. All ranks make the same calls."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -31,12 +33,21 @@ class ShardMember:
         self.optimizers = {name: FlatAdamW() for name in self.shards}
         self.version = self.refused_steps = 0
         self.accumulated = self.poisoned = False
+        self.reference: dict[str, Tensor] = {}
+        """Slices of the reference, as `Trainable` has it; none until it is asked for."""
+
+    def keep_reference(self) -> None:
+        """See `Trainable`."""
+        if not self.reference:
+            self.reference = {name: shard.detach().clone() for name, shard in self.shards.items()}
 
     def forward_backward(self, groups: Sequence[GroupData], loss: LossSpec, micro_batch: int) -> BatchSums:
         """Adds the gradient of this rank's micro-batches; every rank goes through as many passes."""
         sums = BatchSums(sum(len(group.completions) for group in groups))
         poisoned, self.poisoned, self.accumulated = self.poisoned, True, True
-        for part, mine in self._dealt(list(micro_batches(groups, loss, micro_batch))):
+        if loss.own_reference:
+            self.keep_reference()
+        for part, mine in self._referred(self._dealt(list(micro_batches(groups, loss, micro_batch))), loss):
             scores = TokenScores(*self.model(part.packed, self.numerics.recompute))
             total = total_loss(part, scores, loss, sums) if mine else 0.0 * scores.logprobs_T.sum()
             total.backward()
@@ -45,14 +56,49 @@ class ShardMember:
         return sums
 
     @torch.no_grad()
-    def rescored(self, groups: Sequence[GroupData], loss: LossSpec, micro_batch: int) -> BatchSums:
-        """Log-probs and loss of this rank's micro-batches under the present weights."""
+    def rescored(self, groups: Sequence[GroupData], loss: LossSpec, micro_batch: int, reference: bool) -> BatchSums:
+        """Log-probs and loss of this rank's micro-batches under the present weights, or under the reference."""
         sums = BatchSums(sum(len(group.completions) for group in groups))
-        for part, mine in self._dealt(list(micro_batches(groups, loss, micro_batch))):
-            scores = TokenScores(*self.model(part.packed))
-            if mine:
-                total_loss(part, scores, loss, sums)
+        dealt = self._referred(self._dealt(list(micro_batches(groups, loss, micro_batch))), loss)
+        with self._as_reference() if reference else nullcontext():
+            for part, mine in dealt:
+                scores = TokenScores(*self.model(part.packed))
+                if mine:
+                    total_loss(part, scores, loss, sums)
         return sums
+
+    @torch.no_grad()
+    def _referred(self, dealt: Sequence[tuple[MicroBatch, bool]], loss: LossSpec) -> Sequence[tuple[MicroBatch, bool]]:
+        """As `Learner` does it, but for all parts at once, so that weights change places once. A part that has all its
+        log-probs takes its pass too, since another rank's may not have them.
+        """
+        if not loss.own_reference:
+            return dealt
+        referred = []
+        with self._as_reference():
+            for part, mine in dealt:
+                given_T, (own_T, _) = part.reference_logprobs_T, self.model(part.packed)
+                referred.append(
+                    (replace(part, reference_logprobs_T=torch.where(given_T.isnan(), own_T, given_T)), mine)
+                )
+        return referred
+
+    @contextmanager
+    def _as_reference(self) -> Iterator[None]:
+        """The model with the reference's weights, if one is kept; its own come back bit for bit."""
+        self._exchange()
+        try:
+            yield
+        finally:
+            self._exchange()
+
+    @torch.no_grad()
+    def _exchange(self) -> None:
+        """Weights and reference change places, a tensor at a time: no third copy."""
+        for name, kept in self.reference.items():
+            present = self.shards[name].clone()
+            self.shards[name].copy_(kept)
+            kept.copy_(present)
 
     def optim_step(self, step: StepSpec) -> tuple[float, bool]:
         """The norm over all ranks, and whether the step was applied: all ranks do, or none does."""
@@ -80,6 +126,7 @@ class ShardMember:
                 found |= {f"adam_m/{name}": optimizer.mean, f"adam_v/{name}": optimizer.square}
         if self.accumulated:
             found |= {f"gradient/{name}": tensor for name, tensor in local_gradients(self.model).items()}
+        found |= {f"reference/{name}": tensor for name, tensor in self.reference.items()}
         return {name: tensor.detach() for name, tensor in found.items() if tensor.numel()}
 
     def accumulate(self, gradients: Mapping[str, Tensor]) -> None:

@@ -1,6 +1,6 @@
 """The state of a sharded model: one object per rank, which that rank writes and reads itself.
 
-param/<name>  adam_m/<name>  adam_v/<name>  gradient/<name>   the rank's slices
+param/<name>  adam_m/<name>  adam_v/<name>  gradient/<name>  reference/<name>   the rank's slices
 rank/facts (JSON as bytes)  and on rank 0 learner/journal
 """
 
@@ -70,6 +70,8 @@ def read_member(address: StoreAddress, key: str, member: ShardMember) -> None:
         if steps:
             member.optimizers[name].begin(member.shards[name])
             member.optimizers[name].steps = steps
+    if any(name.startswith("reference/") for name in index.spans):
+        member.keep_reference()
     gradients = {
         name: torch.zeros_like(shard) for name, shard in member.shards.items() if f"gradient/{name}" in index.spans
     }

@@ -71,9 +71,9 @@ class ShardWorks:
         """See `ShardMember`."""
         return self.member.forward_backward(groups, loss, micro_batch)
 
-    def rescored(self, groups: Sequence[GroupData], loss: LossSpec, micro_batch: int) -> BatchSums:
+    def rescored(self, groups: Sequence[GroupData], loss: LossSpec, micro_batch: int, reference: bool) -> BatchSums:
         """See `ShardMember`."""
-        return self.member.rescored(groups, loss, micro_batch)
+        return self.member.rescored(groups, loss, micro_batch, reference)
 
     def optim_step(self, step: StepSpec) -> tuple[float, bool]:
         """See `ShardMember`."""
