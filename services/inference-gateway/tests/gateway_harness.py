@@ -70,8 +70,8 @@ async def http_server(handler):
 class Gateway:
     """A running gateway with its stub and HTTP session."""
 
-    def __init__(self, stub, http):
-        self.stub, self.http = stub, http
+    def __init__(self, stub, http, address):
+        self.stub, self.http, self.address = stub, http, address
 
     async def register(self, name, *, model="m", version=0, grpc_address="", http_url="", engine=""):
         replica = Replica(
@@ -98,7 +98,7 @@ async def gateway(**fields):
         grpc.aio.insecure_channel(bound.grpc) as channel,
         aiohttp.ClientSession(f"http://{bound.http}") as session,
     ):
-        yield Gateway(InferenceGatewayServiceStub(channel), session)
+        yield Gateway(InferenceGatewayServiceStub(channel), session, bound.grpc)
 
 
 def group(request_id="r", n=2, **fields):

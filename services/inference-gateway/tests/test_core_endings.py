@@ -16,8 +16,10 @@ from reflux_inference_gateway.engines.torch import TorchReplica
 from reflux_inference_gateway.errors import Overloaded
 from reflux_inference_gateway.fleet import Fleet
 from reflux_inference_gateway.merging import merged
+from reflux_inference_gateway.prefill_legs import PrefillLegs
 from reflux_inference_gateway.replicas import ReplicaInfo, ReplicaTable
 from reflux_inference_gateway.routing.least_loaded import LeastLoaded
+from reflux_inference_gateway.routing.pairing import Pairing
 from reflux_inference_gateway.settings import GatewaySettings
 from reflux_inference_gateway.waiting_room import WaitingRoom
 from reflux_inference_gateway.want import Want
@@ -103,7 +105,7 @@ async def test_a_caller_that_takes_nothing_does_not_keep_the_fleet_from_being_pa
     monkeypatch.setattr(generation, "_STOPPING_SECONDS", 0.0)
     made = crowded()
     made.table.register(ReplicaInfo(name="replicas/a", model_id="m", http_url="http://a"), 0.0)
-    generations = generation.Generations(made, Deaf())
+    generations = generation.Generations(made, Deaf(), PrefillLegs(made, Deaf(), Pairing(), 1.0))
     sampling = SamplingParams(max_tokens=4)
     call = GroupCall(request_id="r", model_id="m", prompt_token_ids=(1,), num_samples=3, sampling=sampling)
     with generations.new(call, lambda: None) as one:

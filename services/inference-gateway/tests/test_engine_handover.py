@@ -9,6 +9,7 @@ from aiohttp.test_utils import TestClient, TestServer
 from reflux_inference_gateway.engine.core import EngineCore
 from reflux_inference_gateway.engine.handover import HandoverFailed, KvExchange
 from reflux_inference_gateway.engine.http import EngineDoor
+from reflux_inference_gateway.engine.legs import Legs
 from reflux_inference_gateway.engine.loop import EngineLoop
 from reflux_inference_gateway.engine.served import CoreOptions, Weights
 from reflux_inference_gateway.engine.tokenizer import TextTokenizer
@@ -98,7 +99,8 @@ def test_what_is_not_as_the_ticket_says_is_refused(pair):
     region.view[100] ^= 1
     with pytest.raises(HandoverFailed, match="not those that were offered"):
         there.fetch(PROMPT, ticket)
-    here.withdraw(ticket["generation"])
+    assert here.release(ticket["generation"])
+    assert not here.release(ticket["generation"])
     with pytest.raises(HandoverFailed):
         there.fetch(PROMPT, ticket)
 
@@ -114,20 +116,26 @@ def test_another_run_cannot_read_it(model_folder, pair):
         stranger.fetch(PROMPT, ticket)
 
 
-def test_offers_end_with_their_lease_and_the_oldest_make_room(model_folder, pair):
+def test_offers_end_with_their_lease_and_what_does_not_fit_is_refused(model_folder, pair):
     computed, _, there = pair
     config, _ = load_folder(model_folder)
     now = [0.0]
     length = 64 + 2 * computed.kv.keys.numel() * 4
     with contextlib.closing(exchange(config, limit=2 * length, clock=lambda: now[0])) as here:
-        tickets = [here.offer(PROMPT, computed) for _ in range(3)]
-        assert list(here._offers) == [ticket["generation"] for ticket in tickets[1:]]
-        with pytest.raises(HandoverFailed):
-            there.fetch(PROMPT, tickets[0])
-        now[0] = 31.0
+        tickets = [here.offer(PROMPT, computed) for _ in range(2)]
+        assert here.held_bytes == 2 * length
+        with pytest.raises(MemoryError):
+            here.offer(PROMPT, computed)
+        for ticket in tickets:
+            there.fetch(PROMPT, ticket)
+        assert here.release(tickets[0]["generation"])
         last = here.offer(PROMPT, computed)
-        assert list(here._offers) == [last["generation"]]
-        there.fetch(PROMPT, last)
+        now[0] = 31.0
+        assert here.expire() == 2
+        assert here.held_bytes == 0
+        with pytest.raises(HandoverFailed):
+            there.fetch(PROMPT, last)
+        there.fetch(PROMPT, here.offer(PROMPT, computed))
 
 
 def test_a_prompt_that_is_larger_than_all_offers_may_be_is_not_offered_and_drives_none_out(model_folder):
@@ -159,7 +167,7 @@ async def test_two_doors_hand_a_prompt_over_as_vllm_does(model_folder):
             )
             kv = stack.enter_context(contextlib.closing(exchange(config)))
             limits = ModelLimits(vocab_size=40, max_model_len=96)
-            door = EngineDoor(loops[-1], TextTokenizer(model_folder), limits, "tiny", "", 1 << 20, kv)
+            door = EngineDoor(loops[-1], TextTokenizer(model_folder), limits, "tiny", "", 1 << 20, Legs(loops[-1], kv))
             clients.append(await stack.enter_async_context(TestClient(TestServer(door.application()))))
 
         async def ask(client, **fields):

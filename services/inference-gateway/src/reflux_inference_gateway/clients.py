@@ -26,6 +26,12 @@ class ReplicaClients:
             self._clients[key] = self._new(info)
         return self._clients[key]
 
+    def torch(self, info: ReplicaInfo) -> TorchReplica:
+        """The client of a replica that has a gRPC address."""
+        client = self.get(info)
+        assert isinstance(client, TorchReplica), f"{info.name} has no gRPC address"
+        return client
+
     def _new(self, info: ReplicaInfo) -> ReplicaClient:
         if info.grpc_address:
             return TorchReplica(info.grpc_address, info.model_id, self._settings)

@@ -185,7 +185,7 @@ class Dispatcher:
         self.table.mark_lost(name)
         self.changes.notify()
         if not share.attempts.may_reissue():
-            why = "a part of the answer was out" if share.attempts.delivered else "this was the second replica"
+            why = share.attempts.why_lost()
             raise GenerationLost(f"{name} broke off ({error}); {why}", replica=name) from error
         metrics.REISSUED.inc()
         share.stay.stop()

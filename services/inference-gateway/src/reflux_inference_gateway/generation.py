@@ -4,7 +4,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from reflux.common.v1.common_pb2 import Sample
 from reflux_inference_gateway import metrics
@@ -14,10 +14,11 @@ from reflux_inference_gateway.dispatch import Dispatcher, GivenUp, Parked, Share
 from reflux_inference_gateway.engines.base import ReplicaClient
 from reflux_inference_gateway.merging import merged
 from reflux_inference_gateway.partial import joined, rest
+from reflux_inference_gateway.prefill_legs import HandedPrompt, PrefillLegs
 from reflux_inference_gateway.replicas import Replica
 from reflux_inference_gateway.routing.base import Ask
 from reflux_inference_gateway.want import Want
-from reflux_inference_gateway.wire import GroupCall
+from reflux_inference_gateway.wire import GroupCall, Handed
 from reflux_kit.scope import run_of
 
 log = logging.getLogger(__name__)
@@ -38,6 +39,7 @@ class Generation:
     call: GroupCall
     dispatcher: Dispatcher
     clients: ReplicaClients
+    prompt: HandedPrompt
     seconds_left: Callable[[], float | None]
     """Until the caller's deadline; None when there is none."""
     is_aborted: bool = False
@@ -83,6 +85,7 @@ class Generation:
         await asyncio.gather(*(client.abort(self.call.request_id) for client in clients.values()))
 
     async def _send(self, replica: Replica, share: Share) -> AsyncGenerator[Batch, None]:
+        handed = None if self._pieces else await self.prompt.handed(replica, share.count)
         if self.is_aborted:
             raise GivenUp
         if self.dispatcher.fleet.is_parked(self.call.model_id):
@@ -90,7 +93,8 @@ class Generation:
         self._parking.discard(share)
         client = self._live[share] = self.clients.get(replica.info)
         try:
-            async with aclosing(self._samples(client, replica, share)) as batches:
+            share.attempts.pulling = handed is not None
+            async with aclosing(self._samples(client, replica, share, handed)) as batches:
                 async for samples in batches:
                     if finished := self._sift(share, samples):
                         self.dispatcher.finished(share, len(finished), generated_tokens(finished))
@@ -101,13 +105,15 @@ class Generation:
         finally:
             del self._live[share]
 
-    def _samples(self, client: ReplicaClient, replica: Replica, share: Share) -> AsyncGenerator[Sequence[Sample], None]:
+    def _samples(
+        self, client: ReplicaClient, replica: Replica, share: Share, handed: Handed | None
+    ) -> AsyncGenerator[Sequence[Sample], None]:
         """All samples of the share in one call; once some have begun, each of the rest in a call of its own."""
         seconds, left = self.seconds_left(), self._left(share)
         if not self._pieces.keys() & set(left):
             whole = len(left) == self.call.num_samples
             part = self.call if whole else self.call.share(share.first, share.count)
-            return client.generate(part, seconds, replica.version)
+            return client.generate(replace(part, handed=handed), seconds, replica.version)
         pieces = [self._pieces.get(index) or Sample(index=index) for index in left]
         return merged([client.generate(rest(self.call, piece), seconds, replica.version) for piece in pieces])
 
@@ -164,6 +170,7 @@ class Generations:
 
     dispatcher: Dispatcher
     clients: ReplicaClients
+    legs: PrefillLegs
     _running: list[Generation] = field(default_factory=list)
 
     @contextmanager
@@ -171,11 +178,13 @@ class Generations:
         """One more, until the block ends. Ids need not differ: a caller that lost its connection may repeat the call
         before the first one is seen to be gone.
         """
-        one = Generation(call, self.dispatcher, self.clients, seconds_left)
+        prompt = HandedPrompt(self.legs, call)
+        one = Generation(call, self.dispatcher, self.clients, prompt, seconds_left)
         self._running.append(one)
         try:
             yield one
         finally:
+            prompt.close()
             self._running.remove(one)
 
     async def abort(self, *, request_id: str = "", session: str = "", group: str = "", run: str = "") -> int:

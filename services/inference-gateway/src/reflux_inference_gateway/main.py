@@ -16,8 +16,10 @@ from reflux_inference_gateway.clients import ReplicaClients
 from reflux_inference_gateway.dispatch import Dispatcher
 from reflux_inference_gateway.fleet import Fleet
 from reflux_inference_gateway.http.service import openai_service
+from reflux_inference_gateway.prefill_legs import PrefillLegs
 from reflux_inference_gateway.replicas import ReplicaTable
 from reflux_inference_gateway.routing import POLICIES
+from reflux_inference_gateway.routing.pairing import Pairing
 from reflux_inference_gateway.servicer import SERVICE_NAME, InferenceGatewayServicer
 from reflux_inference_gateway.settings import GatewaySettings
 from reflux_kit.server import Mount, Service, serve
@@ -40,7 +42,9 @@ async def build(settings: GatewaySettings) -> AsyncIterator[Service]:
     clients = ReplicaClients(settings)
     ageing = asyncio.create_task(_age(dispatcher, clients, settings))
     try:
-        servicer = InferenceGatewayServicer(dispatcher, clients, settings.heartbeat_seconds)
+        pairing = Pairing(settings.remote_prefill_tokens, settings.far_prefill_tokens)
+        legs = PrefillLegs(dispatcher, clients, pairing, settings.remote_prefill_seconds)
+        servicer = InferenceGatewayServicer(dispatcher, clients, legs, settings.heartbeat_seconds)
         mount = Mount(servicer, add_InferenceGatewayServiceServicer_to_server, SERVICE_NAME)
         yield Service((mount,), openai_service(dispatcher, settings))
     finally:

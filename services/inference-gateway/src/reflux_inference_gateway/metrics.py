@@ -20,6 +20,12 @@ HTTP_RESPONSES = Counter("reflux_gateway_http_responses", "HTTP answers by route
 HELD = Gauge("reflux_gateway_held_requests", "Requests that wait: fleet paused, or no replica fits")
 RUNNING = Gauge("reflux_gateway_running_requests", "Requests that a replica works on")
 REISSUED = Counter("reflux_gateway_reissued", "Requests that lost their replica and went to another one")
+PREFILL_LEGS = Counter(
+    "reflux_gateway_prefill_legs",
+    "Groups while there are prefill replicas: computed there (remote), or by the decoding replica and why",
+    ["outcome"],
+)
+PULLS = Counter("reflux_gateway_pulls", "Handed-over prompts that were read (used), or not (failed)", ["outcome"])
 REPLICA_TOKENS = Gauge("reflux_gateway_replica_inflight_tokens", "Tokens dispatched and not answered", ["replica"])
 REPLICA_VERSION = Gauge("reflux_gateway_replica_version", "Weight version of a replica", ["replica"])
 BREAKER_OPEN = Gauge(

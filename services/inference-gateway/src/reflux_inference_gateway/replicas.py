@@ -233,8 +233,15 @@ class ReplicaTable:
 
     def with_room(self, model_id: str, full_at_capacities: float) -> bool:
         """True when a healthy replica of the model is not full."""
-        ready = (entry for entry in self.entries(model_id) if entry.state is State.READY and not entry.info.fault)
-        return any(entry.has_room(full_at_capacities) for entry in ready)
+        return any(entry.has_room(full_at_capacities) for entry in self.routable(model_id))
+
+    def prefilling(self, model_id: str) -> list[Replica]:
+        """Healthy entries that compute prompts for others."""
+        return [
+            entry
+            for entry in self.entries(model_id)
+            if entry.state is State.READY and entry.info.role is Role.PREFILL and not entry.info.fault
+        ]
 
     def routable(
         self,
@@ -245,11 +252,12 @@ class ReplicaTable:
         excluded: Iterable[str] = (),
         http: bool = False,
     ) -> list[Replica]:
-        """Healthy entries that may take a request now; `http` asks for an OpenAI-compatible door, else any will do."""
+        """Healthy entries that may take a request now, none of role prefill; `http`: with an OpenAI-compatible door."""
         return [
             entry
             for entry in self.entries(model_id)
             if entry.state is State.READY
+            and entry.info.role is not Role.PREFILL
             and not entry.info.fault
             and entry.info.version >= min_version
             and version in (None, entry.info.version)

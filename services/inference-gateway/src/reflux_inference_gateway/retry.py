@@ -11,6 +11,8 @@ class Attempts:
 
     tried: list[str]
     delivered: bool = False
+    pulling: bool = False
+    """The replica was told to read another one's memory, which is never done twice for one request."""
 
     @classmethod
     def none(cls) -> "Attempts":
@@ -23,4 +25,10 @@ class Attempts:
         Once a part of an answer is out, a second one would duplicate or contradict it (sampling is not repeatable
         across replicas); and a request that killed two replicas is not given a third.
         """
-        return not self.delivered and len(self.tried) < MAX_ATTEMPTS
+        return not (self.delivered or self.pulling) and len(self.tried) < MAX_ATTEMPTS
+
+    def why_lost(self) -> str:
+        """Why it may not be sent again, for an error's text."""
+        if self.delivered:
+            return "a part of the answer was out"
+        return "its prompt was being handed over" if self.pulling else "this was the second replica"

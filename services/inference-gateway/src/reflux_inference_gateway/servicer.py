@@ -10,6 +10,7 @@ from reflux_inference_gateway.answers import Batch, one_by_one, whole_group
 from reflux_inference_gateway.clients import ReplicaClients
 from reflux_inference_gateway.dispatch import Dispatcher
 from reflux_inference_gateway.generation import Generations
+from reflux_inference_gateway.prefill_legs import PrefillLegs
 from reflux_inference_gateway.traffic_wire import parse_traffic, traffic_message
 from reflux_inference_gateway.wire import (
     ledger_message,
@@ -28,9 +29,11 @@ SERVICE_NAME = pb.DESCRIPTOR.services_by_name["InferenceGatewayService"].full_na
 class InferenceGatewayServicer(InferenceGatewayServiceServicer):
     """Generation, registration and the fleet."""
 
-    def __init__(self, dispatcher: Dispatcher, clients: ReplicaClients, heartbeat_seconds: float) -> None:
+    def __init__(
+        self, dispatcher: Dispatcher, clients: ReplicaClients, legs: PrefillLegs, heartbeat_seconds: float
+    ) -> None:
         self._dispatcher = dispatcher
-        self._generations = Generations(dispatcher, clients)
+        self._generations = Generations(dispatcher, clients, legs)
         self._heartbeat_seconds = heartbeat_seconds
 
     async def GenerateGroup(

@@ -42,6 +42,15 @@ class GatewaySettings(ServiceSettings):
     tenant_weights: dict[str, float] = Field(default_factory=dict)
     """Weights of tenants in that queue, as JSON; 1 for those that are not named."""
 
+    remote_prefill_tokens: int = Field(default=256, ge=1)
+    """A prompt of which the decoding replica lacks fewer tokens is computed there, not by a prefill replica."""
+
+    far_prefill_tokens: int = Field(default=2048, ge=0)
+    """So many queued tokens more a prefill replica may have for each level of the topology that it is nearer."""
+
+    remote_prefill_seconds: float = Field(default=10.0, gt=0)
+    """A prompt that a prefill replica has not computed by then is computed where it is decoded."""
+
     max_body_bytes: int = Field(default=64 << 20, ge=1024)
     """Largest HTTP body; larger ones are refused with 413."""
 

@@ -2,10 +2,12 @@
 
 import math
 import re
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 
 from reflux.common.v1.common_pb2 import SamplingParams
 from reflux.inference_gateway.v1 import inference_gateway_service_pb2 as gateway_pb
+from reflux.inference_gateway.v1.engine_service_pb2 import KvTicket
 from reflux.inference_gateway.v1.replica_pb2 import Replica as ReplicaMessage
 from reflux_inference_gateway.fleet import Ledger
 from reflux_inference_gateway.replicas import Replica, ReplicaInfo, Role
@@ -19,6 +21,15 @@ _ID = re.compile(r"[\x21-\x7e]{1,256}")
 _REPLICA_NAME = re.compile(r"replicas/[A-Za-z0-9._:-]{1,128}")
 _ROLES = {ReplicaMessage.ROLE_BOTH: Role.BOTH, ReplicaMessage.ROLE_PREFILL: Role.PREFILL}
 _ROLES[ReplicaMessage.ROLE_DECODE] = Role.DECODE
+
+
+@dataclass(frozen=True)
+class Handed:
+    """A prompt that another replica has computed."""
+
+    ticket: KvTicket
+    pulled: Callable[[bool], None]
+    """Called once, when the other replica's memory is not read any more; True when what was read is used."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +50,7 @@ class GroupCall:
     tenant: str = ""
     priority: int = 0
     whole_group: bool = False
+    handed: Handed | None = None
     first_sample: int = 0
     """Index of the first sample, where the call is a part of a larger group: seeds and indexes count from there."""
 

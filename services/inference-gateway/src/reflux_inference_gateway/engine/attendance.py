@@ -5,6 +5,7 @@ import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 
+from reflux.inference_gateway.v1.replica_pb2 import Replica as ReplicaMessage
 from reflux_inference_gateway.engine.holding import Holding, holding_adapter
 from reflux_inference_gateway.engine.loop import EngineLoop
 from reflux_inference_gateway.engine.registration import GatewayLink
@@ -40,12 +41,13 @@ class Attendance:
         self._engine, self._describe, self._held = engine, describe, held
         self._choice, self._fatal = choice, fatal
         self._broker: BrokerLink | None = None
+        self._link = GatewayLink(settings, describe)
         self.seats = Seats(settings.max_adapters, settings.max_adapter_rank, self._adapter)
 
     @asynccontextmanager
     async def attended(self, bound: Bound) -> AsyncIterator[None]:
         """Keeps all links while the block runs."""
-        describe, link = self._describe, GatewayLink(self._settings, self._describe)
+        describe, link = self._describe, self._link
         describe.bind(bound)
         async with AsyncExitStack() as stack:
             if self._choice:
@@ -58,6 +60,11 @@ class Attendance:
             await stack.enter_async_context(self.seats.running())
             await stack.enter_async_context(link.running())
             yield
+
+    def set_role(self, role: ReplicaMessage.Role.ValueType) -> None:
+        """Changes what the gateway sends from its next heartbeat on, which comes now."""
+        self._describe.role = role
+        self._link.announce()
 
     @asynccontextmanager
     async def _adapter(self, name: str, spec: LoraSpec) -> AsyncIterator[Callable[[], bool]]:

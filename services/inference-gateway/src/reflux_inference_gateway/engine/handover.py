@@ -1,9 +1,10 @@
 """Hands computed prompts from one engine to another: registered here, read there one-sided (`reflux_transfer`).
 
-A region holds [generation, keys, values]; it is written once, before its ticket exists, and withdrawn at the first
-offer after its lease, or earlier when others need the memory. The ticket travels through whoever pairs the two engines,
-as `kv_transfer_params` do in vLLM's NIXL protocol. What was read counts only if the generation is the ticket's before
-and after the read and the checksum of the bytes is right; otherwise the reader computes the prompt itself.
+A region holds [generation, keys, values]; it is written once, before its ticket exists, and withdrawn when it is
+released or its lease ends. Nobody's offer goes earlier for another one: what does not fit is refused. The ticket
+travels through whoever pairs the two engines, as `kv_transfer_params` do in vLLM's NIXL protocol. What was read counts
+only if the generation is the ticket's before and after the read and the checksum of the bytes is right; otherwise the
+reader computes the prompt itself.
 """
 
 import base64
@@ -64,13 +65,13 @@ class KvExchange:
         self._lock = threading.Lock()
 
     def offer(self, prompt: Sequence[int], computed: ComputedPrompt) -> dict[str, Any]:
-        """Registers a prompt; returns its ticket. Raises `TransferError` or `MemoryError`."""
+        """Registers a prompt; returns its ticket. Raises `TransferError`, or `MemoryError` at the bound."""
         payload = [_bytes(computed.kv.keys), _bytes(computed.kv.values)]
         length = _HEADER_BYTES + sum(map(len, payload))
-        if length > self._limit_bytes:
-            raise MemoryError(f"a prompt of {length} bytes, and {self._limit_bytes} for all that are offered")
         with self._lock:
-            self._make_room(length)
+            self._expire()
+            if length > self._limit_bytes - self._held_bytes():
+                raise MemoryError(f"{length} bytes beside {self._held_bytes()}; all offers have {self._limit_bytes}")
             backend = self._backend(self._own)
             region, generation = backend.allocate(length), secrets.randbits(63)
             self._offers[generation] = (region, self._clock() + self._lease_seconds)
@@ -96,16 +97,27 @@ class KvExchange:
         except (TransferError, MemoryError, KeyError, TypeError, ValueError, OverflowError) as error:
             raise HandoverFailed(f"{type(error).__name__}: {error}") from error
 
-    def withdraw(self, generation: int) -> None:
-        """Takes an offer back; whoever reads it later is told so."""
-        region, _ = self._offers.pop(generation)
-        self._backend(self._own).unregister(region)
+    def release(self, generation: int) -> bool:
+        """Takes an offer back; whoever reads it later is told so. False when there is none."""
+        with self._lock:
+            return self._withdraw(generation)
+
+    def expire(self) -> int:
+        """Takes back what is past its lease; returns how many."""
+        with self._lock:
+            return self._expire()
+
+    @property
+    def held_bytes(self) -> int:
+        """Memory of all offers."""
+        with self._lock:
+            return self._held_bytes()
 
     def close(self) -> None:
         """Takes everything back."""
         with self._lock:
             for generation in tuple(self._offers):
-                self.withdraw(generation)
+                self._withdraw(generation)
             for backend in self._backends.values():
                 backend.close()
             self._backends.clear()
@@ -137,13 +149,20 @@ class KvExchange:
         )
         return PrefixKV(keys, values, torch.tensor([positions]))
 
-    def _make_room(self, length: int) -> None:
-        now, held = self._clock(), sum(region.length for region, _ in self._offers.values())
-        for generation, (region, end) in tuple(self._offers.items()):
-            if end <= now or held + length > self._limit_bytes:
-                held -= region.length
-                with suppress(TransferError):
-                    self.withdraw(generation)
+    def _held_bytes(self) -> int:
+        return sum(region.length for region, _ in self._offers.values())
+
+    def _expire(self) -> int:
+        now = self._clock()
+        ended = [generation for generation, (_, end) in self._offers.items() if end <= now]
+        return sum(map(self._withdraw, ended))
+
+    def _withdraw(self, generation: int) -> bool:
+        region, _ = self._offers.pop(generation, (None, 0.0))
+        if region is not None:
+            with suppress(TransferError):
+                self._backend(self._own).unregister(region)
+        return region is not None
 
     def _backend(self, name: str) -> TransferBackend:
         if name not in self._backends:

@@ -1,7 +1,6 @@
 """The engine's OpenAI completions API: the same that vLLM and SGLang offer, for the gateway to relay unchanged."""
 
 import asyncio
-import logging
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import AsyncExitStack, aclosing
@@ -11,13 +10,12 @@ from typing import Any
 from aiohttp import web
 
 from reflux_inference_gateway.engine.core import Event
-from reflux_inference_gateway.engine.handover import HandoverFailed, KvExchange
+from reflux_inference_gateway.engine.legs import Legs
 from reflux_inference_gateway.engine.loop import EngineLoop
 from reflux_inference_gateway.engine.openai_request import CompletionCall, Kind, parse_call
 from reflux_inference_gateway.engine.openai_response import ResponseWriter, event
 from reflux_inference_gateway.engine.tokenizer import TextTokenizer
 from reflux_inference_gateway.engine.types import (
-    ComputedPrompt,
     EngineStopped,
     FinishedSample,
     GroupRequest,
@@ -29,9 +27,6 @@ from reflux_inference_gateway.engine.types import (
 from reflux_inference_gateway.openai_errors import ApiError
 from reflux_kit import auth, scope, telemetry
 from reflux_kit.errors import PermissionDenied, Unauthenticated
-from reflux_transfer.errors import TransferError
-
-log = logging.getLogger(__name__)
 
 _OPEN_PATHS = ("/health", "/healthz", "/metrics")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -47,7 +42,7 @@ class EngineDoor:
     model_id: str
     stack_secret: str
     max_body_bytes: int
-    exchange: KvExchange
+    legs: Legs
 
     def application(self) -> web.Application:
         """The aiohttp application for the kit's server."""
@@ -100,28 +95,8 @@ class EngineDoor:
                 finished[choice] = one
         answer = writer.whole(finished)
         if call.hand_over:
-            answer["kv_transfer_params"] = await self._offered(call, finished[0])
+            answer["kv_transfer_params"] = _for_decode(await self.legs.offered(call.prompts[0], finished[0]))
         return web.json_response(answer)
-
-    async def _offered(self, call: CompletionCall, sample: FinishedSample) -> dict[str, Any] | None:
-        """Parameters for the leg that decodes; None when it has to compute the prompt itself."""
-        if sample.computed is None:
-            return None
-        try:
-            ticket = await asyncio.to_thread(self.exchange.offer, call.prompts[0], sample.computed)
-        except (TransferError, MemoryError) as error:
-            log.warning("a prompt cannot be handed over: %s", error)
-            return None
-        return {"do_remote_prefill": True, "do_remote_decode": False, "reflux": ticket}
-
-    async def _given(self, call: CompletionCall) -> ComputedPrompt | None:
-        if call.ticket is None:
-            return None
-        try:
-            return await asyncio.to_thread(self.exchange.fetch, call.prompts[0], call.ticket)
-        except HandoverFailed as error:
-            log.warning("computes a prompt that it should have been given: %s", error)
-            return None
 
     async def _stream(self, request: web.Request, call: CompletionCall, writer: ResponseWriter) -> web.StreamResponse:
         response: web.StreamResponse | None = None
@@ -161,7 +136,7 @@ class EngineDoor:
                 merged.put_nowait(error)
 
         left = len(call.prompts) * call.num_samples
-        given = await self._given(call)
+        given = await self.legs.given(call.prompts[0], call.ticket)
         async with AsyncExitStack() as stack:
             for number, prompt in enumerate(call.prompts):
                 group = replace(self._group(call, call_id, number, prompt), given=given)
@@ -217,6 +192,11 @@ class EngineDoor:
 async def _cancel(task: "asyncio.Task[None]") -> None:
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
+
+
+def _for_decode(ticket: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Parameters for the leg that decodes; None when it has to compute the prompt itself."""
+    return ticket and {"do_remote_prefill": True, "do_remote_decode": False, "reflux": ticket}
 
 
 async def _open_stream(request: web.Request) -> web.StreamResponse:

@@ -4,3 +4,5 @@ from typing import Literal
 
 KvPolicy = Literal["refresh", "keep"]
 """What happens to the keys and values of running sequences when weights are swapped."""
+
+RoleName = Literal["prefill", "decode", "both"]

@@ -16,6 +16,7 @@ from reflux_inference_gateway.engine.core import EngineCore, Event
 from reflux_inference_gateway.engine.handover import new_exchange
 from reflux_inference_gateway.engine.holding import Holding, holding, layout_of
 from reflux_inference_gateway.engine.http import EngineDoor
+from reflux_inference_gateway.engine.legs import Legs
 from reflux_inference_gateway.engine.loading import LoadedModel, core_options, load_model
 from reflux_inference_gateway.engine.loop import EngineLoop
 from reflux_inference_gateway.engine.replica import Description, Fatal
@@ -77,20 +78,20 @@ async def _running(
     limits = ModelLimits(vocab_size=model.config.vocab_size, max_model_len=options.max_model_len)
     describe = Description(settings, model_id, options, engine)
     attendance = Attendance(settings, model_id, model.config, engine, describe, held, choice, fatal)
-    metrics.observe(engine)
     dtype = model.weights.params["model.embed_tokens.weight"].dtype
     exchange = new_exchange(settings, model.config, dtype, model_id, choice)
-    door = EngineDoor(
-        engine, model.tokenizer, limits, model_id, settings.stack_secret, settings.max_body_bytes, exchange
-    )
-    servicer = EngineServicer(engine, limits, describe, attendance.seats)
+    metrics.observe(engine, lambda: exchange.held_bytes)
+    legs = Legs(engine, exchange)
+    door = EngineDoor(engine, model.tokenizer, limits, model_id, settings.stack_secret, settings.max_body_bytes, legs)
+    servicer = EngineServicer(engine, limits, describe, attendance, legs)
     mount = Mount(servicer, add_EngineServiceServicer_to_server, SERVICE_NAME)
     # The model stays for the life of the process; scanning it again and again costs tens of milliseconds.
     gc.collect()
     gc.freeze()
     async with engine:
         with closing(exchange):
-            yield Service((mount,), door.application(), attendance.attended)
+            async with legs.expiring():
+                yield Service((mount,), door.application(), attendance.attended)
     if fatal.reason:
         raise SystemExit(1)
 

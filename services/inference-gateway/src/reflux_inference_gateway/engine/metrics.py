@@ -1,6 +1,8 @@
 """The engine's Prometheus metrics; names start with reflux_engine_."""
 
-from prometheus_client import Gauge, Histogram
+from collections.abc import Callable
+
+from prometheus_client import Counter, Gauge, Histogram
 
 from reflux_inference_gateway.engine.loop import EngineLoop
 from reflux_inference_gateway.engine.refresh import SwapFigures
@@ -15,6 +17,12 @@ GENERATED_TOKENS = Gauge("reflux_engine_generated_tokens_total", "Tokens drawn s
 PREFILLED_PROMPTS = Gauge("reflux_engine_prefilled_prompts_total", "Prompts computed since the start")
 PREFILLED_TOKENS = Gauge("reflux_engine_prefilled_tokens_total", "Prompt tokens computed since the start")
 REUSED_TOKENS = Gauge("reflux_engine_reused_tokens_total", "Prompt tokens that other prompts had computed")
+HANDOVERS = Counter(
+    "reflux_engine_handovers",
+    "Prompts computed for another engine (offered, refused, released, expired) or by one (pulled, failed)",
+    ["outcome"],
+)
+OFFERED_BYTES = Gauge("reflux_engine_offered_bytes", "Memory of computed prompts that other engines may read")
 SWAP_PAUSE = Histogram(
     "reflux_engine_swap_pause_seconds", "Longest gap between two decode steps around a swap", buckets=_SECONDS
 )
@@ -35,8 +43,9 @@ def swapped(figures: SwapFigures) -> None:
     REFRESHED_TOKENS.observe(figures.refreshed_tokens)
 
 
-def observe(engine: EngineLoop) -> None:
+def observe(engine: EngineLoop, offered_bytes: Callable[[], int]) -> None:
     """Binds the gauges to the engine's snapshot; the last engine of a process wins."""
+    OFFERED_BYTES.set_function(offered_bytes)
     RUNNING.set_function(lambda: engine.load().running)
     WAITING.set_function(lambda: engine.load().waiting)
     PENDING_TOKENS.set_function(lambda: engine.load().pending_tokens)

@@ -55,6 +55,8 @@ class Prompts:
         if opened is not None:
             rows = torch.arange(row, row + len(group))
             self._cache.insert(opened.kv, torch.zeros_like(rows), rows)
+            if request.given is not None:
+                self._store.save(request.prompt_ids[:end], group[0].salt, self._cache, row)
             for sample in group:
                 sample.prompt_scores = opened.scores
                 sample.fill(0)

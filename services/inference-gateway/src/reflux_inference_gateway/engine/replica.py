@@ -47,10 +47,11 @@ class Description:
     ) -> None:
         """`adapter` is the engine's name of the model, where it is not its own."""
         self._settings, self._options, self._adapter = settings, options, adapter
+        self._process = self
+        self.role = ReplicaMessage.Role.Value(f"ROLE_{settings.role.upper()}")
         self._fixed = ReplicaMessage(
             name=replica_name(adapter or settings.run or "engine", settings.rank),
             model_id=model_id,
-            role=ReplicaMessage.ROLE_BOTH,
             capacity=options.max_rows,
             node=settings.node,
             run=settings.run,
@@ -78,6 +79,7 @@ class Description:
         It has no HTTP door: that one answers for the engine's own model.
         """
         other = Description(self._settings, adapter, self._options, self._engine, adapter)
+        other._process = self._process
         other._fixed.grpc_address, other._fixed.run = self._fixed.grpc_address, run_of(adapter)
         return other
 
@@ -92,6 +94,7 @@ class Description:
         load = self._engine.load()
         message = ReplicaMessage()
         message.CopyFrom(self._fixed)
+        message.role = self._process.role
         weights = self._engine.serves(self._adapter)
         if weights is not None:
             message.version, message.epoch = weights.version, weights.epoch

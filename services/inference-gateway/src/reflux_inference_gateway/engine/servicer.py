@@ -11,10 +11,11 @@ from reflux.common.v1.common_pb2 import Sample, TokenScores, VersionSpan
 from reflux.inference_gateway.v1 import engine_service_pb2 as pb
 from reflux.inference_gateway.v1.engine_service_pb2_grpc import EngineServiceServicer
 from reflux.inference_gateway.v1.replica_pb2 import Replica as ReplicaMessage
+from reflux_inference_gateway.engine.attendance import Attendance
 from reflux_inference_gateway.engine.lanes import OWN
+from reflux_inference_gateway.engine.legs import Legs, ticket_fields, ticket_message
 from reflux_inference_gateway.engine.loop import EngineLoop
 from reflux_inference_gateway.engine.probing import live_fingerprint
-from reflux_inference_gateway.engine.seats import Seats
 from reflux_inference_gateway.engine.types import (
     EngineStopped,
     FinishedSample,
@@ -25,7 +26,7 @@ from reflux_inference_gateway.engine.types import (
 )
 from reflux_inference_gateway.wire import parse_num_samples, parse_prompt, parse_request_id, parse_sampling
 from reflux_kit import telemetry
-from reflux_kit.errors import CapacityExhausted, InvalidRequest, Unavailable
+from reflux_kit.errors import CapacityExhausted, InvalidRequest, Unavailable, WrongState
 from reflux_model.errors import UnsupportedModelError
 from reflux_model.lora import LoraSpec, TargetGroup
 
@@ -39,10 +40,16 @@ class EngineServicer(EngineServiceServicer):
     """Generate, abort, status, and what lies in memory."""
 
     def __init__(
-        self, engine: EngineLoop, limits: ModelLimits, describe: Callable[[], ReplicaMessage], seats: Seats
+        self,
+        engine: EngineLoop,
+        limits: ModelLimits,
+        describe: Callable[[], ReplicaMessage],
+        attendance: Attendance,
+        legs: Legs,
     ) -> None:
         """`describe` gives the replica as it reports itself to the gateway."""
-        self._seats, self._own = seats, describe().model_id
+        self._attendance, self._seats, self._own = attendance, attendance.seats, describe().model_id
+        self._legs = legs
         self._engine = engine
         self._limits = limits
         self._describe = describe
@@ -50,6 +57,10 @@ class EngineServicer(EngineServiceServicer):
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
         group = replace(parse_generate(request, self._limits), model=self._model(request.model_id))
         collected: list[Sample] = []
+        if request.HasField("ticket"):
+            given = await self._legs.given(group.prompt_ids, ticket_fields(request.ticket), group.model)
+            group = replace(group, given=given)
+            yield pb.GenerateResponse(pull=pb.GenerateResponse.PULL_USED if given else pb.GenerateResponse.PULL_FAILED)
         with telemetry.span("engine.generate", samples=group.num_samples, prompt_tokens=len(group.prompt_ids)):
             try:
                 async with aclosing(self._engine.generate(group)) as batches:
@@ -64,6 +75,30 @@ class EngineServicer(EngineServiceServicer):
                 raise Unavailable(str(error)) from error
         for part in _parts(sorted(collected, key=lambda sample: sample.index)):
             yield pb.GenerateResponse(samples=part)
+
+    async def Prefill(self, request: pb.PrefillRequest, context: Any) -> pb.PrefillResponse:
+        request_id, prompt = parse_prefill(request, self._limits)
+        try:
+            with telemetry.span("engine.prefill", prompt_tokens=len(prompt)):
+                ticket = await self._legs.prefill(request_id, prompt, self._model(request.model_id))
+        except QueueFull as error:
+            raise CapacityExhausted(str(error)) from error
+        except EngineStopped as error:
+            raise Unavailable(str(error)) from error
+        return pb.PrefillResponse(ticket=ticket_message(ticket))
+
+    async def ReleasePrompt(self, request: pb.ReleasePromptRequest, context: Any) -> pb.ReleasePromptResponse:
+        await self._legs.release(request.generation)
+        return pb.ReleasePromptResponse()
+
+    async def SetRole(self, request: pb.SetRoleRequest, context: Any) -> pb.SetRoleResponse:
+        if not request.role or request.role not in ReplicaMessage.Role.values():
+            raise InvalidRequest(f"role must be prefill, decode or both, got {request.role}", field="role")
+        load = self._engine.load()
+        if sequences := load.running + load.waiting:
+            raise WrongState(f"{sequences} sequences run or wait; the role changes when there are none")
+        self._attendance.set_role(request.role)
+        return pb.SetRoleResponse(replica=self._describe())
 
     async def AbortRequests(self, request: pb.AbortRequestsRequest, context: Any) -> pb.AbortRequestsResponse:
         model = self._model(request.model_id)
@@ -130,15 +165,21 @@ def parse_score(request: pb.ScorePromptRequest, limits: ModelLimits) -> tuple[in
     return token_ids
 
 
-def parse_generate(request: pb.GenerateRequest, limits: ModelLimits) -> GroupRequest:
-    """Checks a Generate request against the model; raises InvalidRequest naming the field and the limit."""
-    prompt = parse_prompt(request.prompt_token_ids)
-    sampling = parse_sampling(request.sampling)
-    if max(prompt) >= limits.vocab_size:
+def parse_prefill(request: pb.PrefillRequest, limits: ModelLimits) -> tuple[str, tuple[int, ...]]:
+    """Id and prompt of a Prefill request; raises InvalidRequest naming the field and the limit."""
+    prompt = _known(parse_prompt(request.prompt_token_ids), limits)
+    if not 2 <= len(prompt) < limits.max_model_len:
         raise InvalidRequest(
-            f"prompt_token_ids holds {max(prompt)}; the vocabulary ends at {limits.vocab_size - 1}",
+            f"prompt_token_ids must have 2 to {limits.max_model_len - 1} ids, got {len(prompt)}",
             field="prompt_token_ids",
         )
+    return parse_request_id(request.request_id), prompt
+
+
+def parse_generate(request: pb.GenerateRequest, limits: ModelLimits) -> GroupRequest:
+    """Checks a Generate request against the model; raises InvalidRequest naming the field and the limit."""
+    prompt = _known(parse_prompt(request.prompt_token_ids), limits)
+    sampling = parse_sampling(request.sampling)
     if len(prompt) + sampling.max_tokens > limits.max_model_len:
         raise InvalidRequest(
             f"{len(prompt)} prompt tokens and sampling.max_tokens {sampling.max_tokens} exceed the context of "
@@ -163,6 +204,15 @@ def parse_generate(request: pb.GenerateRequest, limits: ModelLimits) -> GroupReq
             prompt_logprobs=sampling.prompt_logprobs if sampling.HasField("prompt_logprobs") else None,
         ),
     )
+
+
+def _known(prompt: tuple[int, ...], limits: ModelLimits) -> tuple[int, ...]:
+    if max(prompt) >= limits.vocab_size:
+        raise InvalidRequest(
+            f"prompt_token_ids holds {max(prompt)}; the vocabulary ends at {limits.vocab_size - 1}",
+            field="prompt_token_ids",
+        )
+    return prompt
 
 
 def _sample(sample: FinishedSample) -> Sample:

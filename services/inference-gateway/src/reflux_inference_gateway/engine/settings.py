@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from reflux_inference_gateway.engine.kinds import KvPolicy
+from reflux_inference_gateway.engine.kinds import KvPolicy, RoleName
 from reflux_kit.settings import ServiceSettings, prefix
 from reflux_transfer.modes import WantedMode
 from reflux_transfer.settings import TransferEnvironment, TransferSettings, Transport
@@ -32,6 +32,9 @@ class EngineSettings(ServiceSettings):
 
     node: Annotated[str, Field(validation_alias="REFLUX_NODE")] = ""
     """Topology path of the node."""
+
+    role: RoleName = "both"
+    """What the gateway sends: `prefill` computes prompts for the others, `decode` gets long ones computed."""
 
     advertise_host: str = ""
     """Host under which others reach this process; empty takes the bound one, or this host's name for 0.0.0.0."""
@@ -82,7 +85,7 @@ class EngineSettings(ServiceSettings):
     """Memory for computed prompts, which later prompts that begin alike do not compute again; 0 keeps none."""
 
     handover_bytes: int = Field(default=256 << 20, ge=0)
-    """Memory for computed prompts that other engines may read; the oldest go when it is full."""
+    """Memory for computed prompts that other engines may read; when it is full they compute further ones themselves."""
 
     handover_seconds: float = Field(default=30.0, gt=0)
     """How long another engine may read a computed prompt."""

@@ -10,6 +10,7 @@ from grpc import aio
 
 from reflux.common.v1.common_pb2 import Sample, SamplingParams
 from reflux.inference_gateway.v1 import engine_service_pb2 as pb
+from reflux.inference_gateway.v1.engine_service_pb2 import KvTicket
 from reflux.inference_gateway.v1.engine_service_pb2_grpc import EngineServiceStub
 from reflux_inference_gateway.dispatch import ReplicaLost
 from reflux_inference_gateway.engine.types import sample_seed
@@ -53,11 +54,15 @@ class TorchReplica(ReplicaClient):
             sampling=_sampling(call),
             whole_group=call.whole_group,
             model_id=self._model_id,
+            ticket=call.handed.ticket if call.handed else None,
         )
         missing = call.num_samples
         answer = self._stub.Generate(request, timeout=deadline_seconds)
         try:
             async for response in answer:
+                if response.pull and call.handed:
+                    call.handed.pulled(response.pull == response.PULL_USED)
+                    continue
                 missing -= len(response.samples)
                 if call.first_sample:
                     for sample in response.samples:
@@ -73,6 +78,24 @@ class TorchReplica(ReplicaClient):
             answer.cancel()  # who closes this generator between two messages leaves a call that nobody else ends
         if missing:
             raise ReplicaLost(f"{self._address} ended the stream with {missing} samples missing")
+
+    async def prefill(self, call: GroupCall, deadline_seconds: float) -> KvTicket | None:
+        """Computes the prompt for another replica; None when its memory for such prompts is full."""
+        request = pb.PrefillRequest(
+            request_id=call.request_id, prompt_token_ids=call.prompt_token_ids, model_id=self._model_id
+        )
+        try:
+            response = await self._stub.Prefill(request, timeout=deadline_seconds)
+        except aio.AioRpcError as error:
+            raise self._translated(error) from error
+        return response.ticket if response.HasField("ticket") else None
+
+    async def release(self, generation: int) -> None:
+        """Frees a prompt that `prefill` computed; when the call is lost its lease does."""
+        try:
+            await self._stub.ReleasePrompt(pb.ReleasePromptRequest(generation=generation), timeout=_ABORT_SECONDS)
+        except aio.AioRpcError as error:
+            log.info("%s did not hear that a prompt was read: %s", self._address, error.details())
 
     async def abort(self, request_id: str) -> None:
         try:

@@ -26,7 +26,7 @@ from reflux.common.v1 import common_pb2 as reflux_dot_common_dot_v1_dot_common__
 from reflux.inference_gateway.v1 import replica_pb2 as reflux_dot_inference__gateway_dot_v1_dot_replica__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n0reflux/inference_gateway/v1/engine_service.proto\x12\x1breflux.inference_gateway.v1\x1a\x1dreflux/common/v1/common.proto\x1a)reflux/inference_gateway/v1/replica.proto\"\xaf\x01\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\r\x12\x13\n\x0bnum_samples\x18\x03 \x01(\r\x12\x32\n\x08sampling\x18\x04 \x01(\x0b\x32 .reflux.common.v1.SamplingParams\x12\x13\n\x0bwhole_group\x18\x05 \x01(\x08\x12\x10\n\x08model_id\x18\x06 \x01(\t\"=\n\x10GenerateResponse\x12)\n\x07samples\x18\x01 \x03(\x0b\x32\x18.reflux.common.v1.Sample\"=\n\x14\x41\x62ortRequestsRequest\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t\x12\x10\n\x08model_id\x18\x02 \x01(\t\",\n\x15\x41\x62ortRequestsResponse\x12\x13\n\x0b\x61\x62orted_ids\x18\x01 \x03(\t\"\x12\n\x10GetStatusRequest\"J\n\x11GetStatusResponse\x12\x35\n\x07replica\x18\x01 \x01(\x0b\x32$.reflux.inference_gateway.v1.Replica\"(\n\x15GetFingerprintRequest\x12\x0f\n\x07\x61\x64\x61pter\x18\x01 \x01(\t\"<\n\x16GetFingerprintResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\x06\"9\n\x12ScorePromptRequest\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x10\n\x08model_id\x18\x02 \x01(\t\"G\n\x13ScorePromptResponse\x12\x10\n\x08logprobs\x18\x01 \x03(\x02\x12\x0f\n\x07version\x18\x02 \x01(\x03\x12\r\n\x05\x65poch\x18\x03 \x01(\x03\"\x90\x01\n\x14\x41ttachAdapterRequest\x12\x10\n\x08model_id\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x17\n\x0ftrain_attention\x18\x03 \x01(\x08\x12\x11\n\ttrain_mlp\x18\x04 \x01(\x08\x12\x15\n\rtrain_unembed\x18\x05 \x01(\x08\x12\x15\n\rlease_seconds\x18\x06 \x01(\x01\"\x17\n\x15\x41ttachAdapterResponse\"(\n\x14\x44\x65tachAdapterRequest\x12\x10\n\x08model_id\x18\x01 \x01(\t\"\x17\n\x15\x44\x65tachAdapterResponse2\xbb\x06\n\rEngineService\x12i\n\x08Generate\x12,.reflux.inference_gateway.v1.GenerateRequest\x1a-.reflux.inference_gateway.v1.GenerateResponse0\x01\x12v\n\rAbortRequests\x12\x31.reflux.inference_gateway.v1.AbortRequestsRequest\x1a\x32.reflux.inference_gateway.v1.AbortRequestsResponse\x12j\n\tGetStatus\x12-.reflux.inference_gateway.v1.GetStatusRequest\x1a..reflux.inference_gateway.v1.GetStatusResponse\x12y\n\x0eGetFingerprint\x12\x32.reflux.inference_gateway.v1.GetFingerprintRequest\x1a\x33.reflux.inference_gateway.v1.GetFingerprintResponse\x12p\n\x0bScorePrompt\x12/.reflux.inference_gateway.v1.ScorePromptRequest\x1a\x30.reflux.inference_gateway.v1.ScorePromptResponse\x12v\n\rAttachAdapter\x12\x31.reflux.inference_gateway.v1.AttachAdapterRequest\x1a\x32.reflux.inference_gateway.v1.AttachAdapterResponse\x12v\n\rDetachAdapter\x12\x31.reflux.inference_gateway.v1.DetachAdapterRequest\x1a\x32.reflux.inference_gateway.v1.DetachAdapterResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n0reflux/inference_gateway/v1/engine_service.proto\x12\x1breflux.inference_gateway.v1\x1a\x1dreflux/common/v1/common.proto\x1a)reflux/inference_gateway/v1/replica.proto\"\xe6\x01\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\r\x12\x13\n\x0bnum_samples\x18\x03 \x01(\r\x12\x32\n\x08sampling\x18\x04 \x01(\x0b\x32 .reflux.common.v1.SamplingParams\x12\x13\n\x0bwhole_group\x18\x05 \x01(\x08\x12\x10\n\x08model_id\x18\x06 \x01(\t\x12\x35\n\x06ticket\x18\x07 \x01(\x0b\x32%.reflux.inference_gateway.v1.KvTicket\"\xbd\x01\n\x10GenerateResponse\x12)\n\x07samples\x18\x01 \x03(\x0b\x32\x18.reflux.common.v1.Sample\x12@\n\x04pull\x18\x02 \x01(\x0e\x32\x32.reflux.inference_gateway.v1.GenerateResponse.Pull\"<\n\x04Pull\x12\x14\n\x10PULL_UNSPECIFIED\x10\x00\x12\r\n\tPULL_USED\x10\x01\x12\x0f\n\x0bPULL_FAILED\x10\x02\"\x83\x01\n\x08KvTicket\x12\x0f\n\x07\x62\x61\x63kend\x18\x01 \x01(\t\x12\x0e\n\x06handle\x18\x02 \x01(\x0c\x12\x12\n\ngeneration\x18\x03 \x01(\x06\x12\x11\n\tpositions\x18\x04 \x01(\r\x12\r\n\x05\x65poch\x18\x05 \x01(\x03\x12\x0e\n\x06prompt\x18\x06 \x01(\t\x12\x10\n\x08\x63hecksum\x18\x07 \x01(\t\"P\n\x0ePrefillRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\r\x12\x10\n\x08model_id\x18\x03 \x01(\t\"H\n\x0fPrefillResponse\x12\x35\n\x06ticket\x18\x01 \x01(\x0b\x32%.reflux.inference_gateway.v1.KvTicket\"*\n\x14ReleasePromptRequest\x12\x12\n\ngeneration\x18\x01 \x01(\x06\"\x17\n\x15ReleasePromptResponse\"I\n\x0eSetRoleRequest\x12\x37\n\x04role\x18\x01 \x01(\x0e\x32).reflux.inference_gateway.v1.Replica.Role\"H\n\x0fSetRoleResponse\x12\x35\n\x07replica\x18\x01 \x01(\x0b\x32$.reflux.inference_gateway.v1.Replica\"=\n\x14\x41\x62ortRequestsRequest\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t\x12\x10\n\x08model_id\x18\x02 \x01(\t\",\n\x15\x41\x62ortRequestsResponse\x12\x13\n\x0b\x61\x62orted_ids\x18\x01 \x03(\t\"\x12\n\x10GetStatusRequest\"J\n\x11GetStatusResponse\x12\x35\n\x07replica\x18\x01 \x01(\x0b\x32$.reflux.inference_gateway.v1.Replica\"(\n\x15GetFingerprintRequest\x12\x0f\n\x07\x61\x64\x61pter\x18\x01 \x01(\t\"<\n\x16GetFingerprintResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\x06\"9\n\x12ScorePromptRequest\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x10\n\x08model_id\x18\x02 \x01(\t\"G\n\x13ScorePromptResponse\x12\x10\n\x08logprobs\x18\x01 \x03(\x02\x12\x0f\n\x07version\x18\x02 \x01(\x03\x12\r\n\x05\x65poch\x18\x03 \x01(\x03\"\x90\x01\n\x14\x41ttachAdapterRequest\x12\x10\n\x08model_id\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x17\n\x0ftrain_attention\x18\x03 \x01(\x08\x12\x11\n\ttrain_mlp\x18\x04 \x01(\x08\x12\x15\n\rtrain_unembed\x18\x05 \x01(\x08\x12\x15\n\rlease_seconds\x18\x06 \x01(\x01\"\x17\n\x15\x41ttachAdapterResponse\"(\n\x14\x44\x65tachAdapterRequest\x12\x10\n\x08model_id\x18\x01 \x01(\t\"\x17\n\x15\x44\x65tachAdapterResponse2\xff\x08\n\rEngineService\x12i\n\x08Generate\x12,.reflux.inference_gateway.v1.GenerateRequest\x1a-.reflux.inference_gateway.v1.GenerateResponse0\x01\x12\x64\n\x07Prefill\x12+.reflux.inference_gateway.v1.PrefillRequest\x1a,.reflux.inference_gateway.v1.PrefillResponse\x12v\n\rReleasePrompt\x12\x31.reflux.inference_gateway.v1.ReleasePromptRequest\x1a\x32.reflux.inference_gateway.v1.ReleasePromptResponse\x12\x64\n\x07SetRole\x12+.reflux.inference_gateway.v1.SetRoleRequest\x1a,.reflux.inference_gateway.v1.SetRoleResponse\x12v\n\rAbortRequests\x12\x31.reflux.inference_gateway.v1.AbortRequestsRequest\x1a\x32.reflux.inference_gateway.v1.AbortRequestsResponse\x12j\n\tGetStatus\x12-.reflux.inference_gateway.v1.GetStatusRequest\x1a..reflux.inference_gateway.v1.GetStatusResponse\x12y\n\x0eGetFingerprint\x12\x32.reflux.inference_gateway.v1.GetFingerprintRequest\x1a\x33.reflux.inference_gateway.v1.GetFingerprintResponse\x12p\n\x0bScorePrompt\x12/.reflux.inference_gateway.v1.ScorePromptRequest\x1a\x30.reflux.inference_gateway.v1.ScorePromptResponse\x12v\n\rAttachAdapter\x12\x31.reflux.inference_gateway.v1.AttachAdapterRequest\x1a\x32.reflux.inference_gateway.v1.AttachAdapterResponse\x12v\n\rDetachAdapter\x12\x31.reflux.inference_gateway.v1.DetachAdapterRequest\x1a\x32.reflux.inference_gateway.v1.DetachAdapterResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,33 +34,49 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'reflux.inference_gateway.v1
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_GENERATEREQUEST']._serialized_start=156
-  _globals['_GENERATEREQUEST']._serialized_end=331
-  _globals['_GENERATERESPONSE']._serialized_start=333
-  _globals['_GENERATERESPONSE']._serialized_end=394
-  _globals['_ABORTREQUESTSREQUEST']._serialized_start=396
-  _globals['_ABORTREQUESTSREQUEST']._serialized_end=457
-  _globals['_ABORTREQUESTSRESPONSE']._serialized_start=459
-  _globals['_ABORTREQUESTSRESPONSE']._serialized_end=503
-  _globals['_GETSTATUSREQUEST']._serialized_start=505
-  _globals['_GETSTATUSREQUEST']._serialized_end=523
-  _globals['_GETSTATUSRESPONSE']._serialized_start=525
-  _globals['_GETSTATUSRESPONSE']._serialized_end=599
-  _globals['_GETFINGERPRINTREQUEST']._serialized_start=601
-  _globals['_GETFINGERPRINTREQUEST']._serialized_end=641
-  _globals['_GETFINGERPRINTRESPONSE']._serialized_start=643
-  _globals['_GETFINGERPRINTRESPONSE']._serialized_end=703
-  _globals['_SCOREPROMPTREQUEST']._serialized_start=705
-  _globals['_SCOREPROMPTREQUEST']._serialized_end=762
-  _globals['_SCOREPROMPTRESPONSE']._serialized_start=764
-  _globals['_SCOREPROMPTRESPONSE']._serialized_end=835
-  _globals['_ATTACHADAPTERREQUEST']._serialized_start=838
-  _globals['_ATTACHADAPTERREQUEST']._serialized_end=982
-  _globals['_ATTACHADAPTERRESPONSE']._serialized_start=984
-  _globals['_ATTACHADAPTERRESPONSE']._serialized_end=1007
-  _globals['_DETACHADAPTERREQUEST']._serialized_start=1009
-  _globals['_DETACHADAPTERREQUEST']._serialized_end=1049
-  _globals['_DETACHADAPTERRESPONSE']._serialized_start=1051
-  _globals['_DETACHADAPTERRESPONSE']._serialized_end=1074
-  _globals['_ENGINESERVICE']._serialized_start=1077
-  _globals['_ENGINESERVICE']._serialized_end=1904
+  _globals['_GENERATEREQUEST']._serialized_end=386
+  _globals['_GENERATERESPONSE']._serialized_start=389
+  _globals['_GENERATERESPONSE']._serialized_end=578
+  _globals['_GENERATERESPONSE_PULL']._serialized_start=518
+  _globals['_GENERATERESPONSE_PULL']._serialized_end=578
+  _globals['_KVTICKET']._serialized_start=581
+  _globals['_KVTICKET']._serialized_end=712
+  _globals['_PREFILLREQUEST']._serialized_start=714
+  _globals['_PREFILLREQUEST']._serialized_end=794
+  _globals['_PREFILLRESPONSE']._serialized_start=796
+  _globals['_PREFILLRESPONSE']._serialized_end=868
+  _globals['_RELEASEPROMPTREQUEST']._serialized_start=870
+  _globals['_RELEASEPROMPTREQUEST']._serialized_end=912
+  _globals['_RELEASEPROMPTRESPONSE']._serialized_start=914
+  _globals['_RELEASEPROMPTRESPONSE']._serialized_end=937
+  _globals['_SETROLEREQUEST']._serialized_start=939
+  _globals['_SETROLEREQUEST']._serialized_end=1012
+  _globals['_SETROLERESPONSE']._serialized_start=1014
+  _globals['_SETROLERESPONSE']._serialized_end=1086
+  _globals['_ABORTREQUESTSREQUEST']._serialized_start=1088
+  _globals['_ABORTREQUESTSREQUEST']._serialized_end=1149
+  _globals['_ABORTREQUESTSRESPONSE']._serialized_start=1151
+  _globals['_ABORTREQUESTSRESPONSE']._serialized_end=1195
+  _globals['_GETSTATUSREQUEST']._serialized_start=1197
+  _globals['_GETSTATUSREQUEST']._serialized_end=1215
+  _globals['_GETSTATUSRESPONSE']._serialized_start=1217
+  _globals['_GETSTATUSRESPONSE']._serialized_end=1291
+  _globals['_GETFINGERPRINTREQUEST']._serialized_start=1293
+  _globals['_GETFINGERPRINTREQUEST']._serialized_end=1333
+  _globals['_GETFINGERPRINTRESPONSE']._serialized_start=1335
+  _globals['_GETFINGERPRINTRESPONSE']._serialized_end=1395
+  _globals['_SCOREPROMPTREQUEST']._serialized_start=1397
+  _globals['_SCOREPROMPTREQUEST']._serialized_end=1454
+  _globals['_SCOREPROMPTRESPONSE']._serialized_start=1456
+  _globals['_SCOREPROMPTRESPONSE']._serialized_end=1527
+  _globals['_ATTACHADAPTERREQUEST']._serialized_start=1530
+  _globals['_ATTACHADAPTERREQUEST']._serialized_end=1674
+  _globals['_ATTACHADAPTERRESPONSE']._serialized_start=1676
+  _globals['_ATTACHADAPTERRESPONSE']._serialized_end=1699
+  _globals['_DETACHADAPTERREQUEST']._serialized_start=1701
+  _globals['_DETACHADAPTERREQUEST']._serialized_end=1741
+  _globals['_DETACHADAPTERRESPONSE']._serialized_start=1743
+  _globals['_DETACHADAPTERRESPONSE']._serialized_end=1766
+  _globals['_ENGINESERVICE']._serialized_start=1769
+  _globals['_ENGINESERVICE']._serialized_end=2920
 # @@protoc_insertion_point(module_scope)

@@ -7,6 +7,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from reflux.common.v1 import common_pb2 as _common_pb2
 from reflux.inference_gateway.v1 import replica_pb2 as _replica_pb2
 import builtins as _builtins
@@ -32,6 +33,7 @@ class GenerateRequest(_message.Message):
     SAMPLING_FIELD_NUMBER: _builtins.int
     WHOLE_GROUP_FIELD_NUMBER: _builtins.int
     MODEL_ID_FIELD_NUMBER: _builtins.int
+    TICKET_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Id for AbortRequests and traces."""
     num_samples: _builtins.int
@@ -48,6 +50,12 @@ class GenerateRequest(_message.Message):
     def sampling(self) -> _common_pb2.SamplingParams:
         """How tokens are drawn."""
 
+    @_builtins.property
+    def ticket(self) -> Global___KvTicket:
+        """What another engine has computed of this prompt. When it cannot be read, or is of other weights, this engine computes
+        the prompt itself.
+        """
+
     def __init__(
         self,
         *,
@@ -57,10 +65,11 @@ class GenerateRequest(_message.Message):
         sampling: _common_pb2.SamplingParams | None = ...,
         whole_group: _builtins.bool = ...,
         model_id: _builtins.str = ...,
+        ticket: Global___KvTicket | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling", "ticket", b"ticket"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["model_id", b"model_id", "num_samples", b"num_samples", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "whole_group", b"whole_group"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model_id", b"model_id", "num_samples", b"num_samples", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "ticket", b"ticket", "whole_group", b"whole_group"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -72,7 +81,33 @@ class GenerateResponse(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    class _Pull:
+        ValueType = _typing.NewType("ValueType", _builtins.int)
+        V: _TypeAlias = ValueType  # noqa: Y015
+
+    class _PullEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[GenerateResponse._Pull.ValueType], _builtins.type):
+        DESCRIPTOR: _descriptor.EnumDescriptor
+        PULL_UNSPECIFIED: GenerateResponse._Pull.ValueType  # 0
+        """There was none, or this is not the first message."""
+        PULL_USED: GenerateResponse._Pull.ValueType  # 1
+        """The keys and values were read and are in use."""
+        PULL_FAILED: GenerateResponse._Pull.ValueType  # 2
+        """They could not be had; the prompt is computed here."""
+
+    class Pull(_Pull, metaclass=_PullEnumTypeWrapper):
+        """What came of a ticket."""
+
+    PULL_UNSPECIFIED: GenerateResponse.Pull.ValueType  # 0
+    """There was none, or this is not the first message."""
+    PULL_USED: GenerateResponse.Pull.ValueType  # 1
+    """The keys and values were read and are in use."""
+    PULL_FAILED: GenerateResponse.Pull.ValueType  # 2
+    """They could not be had; the prompt is computed here."""
+
     SAMPLES_FIELD_NUMBER: _builtins.int
+    PULL_FIELD_NUMBER: _builtins.int
+    pull: Global___GenerateResponse.Pull.ValueType
+    """Only with a ticket, in the first message, which has no samples: the other engine's memory is not read any more."""
     @_builtins.property
     def samples(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Sample]:
         """All samples that finished since the last message; with `whole_group` all samples of the group."""
@@ -81,14 +116,202 @@ class GenerateResponse(_message.Message):
         self,
         *,
         samples: _abc.Iterable[_common_pb2.Sample] | None = ...,
+        pull: Global___GenerateResponse.Pull.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["samples", b"samples"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["pull", b"pull", "samples", b"samples"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GenerateResponse: _TypeAlias = GenerateResponse  # noqa: Y015
+
+@_typing.final
+class KvTicket(_message.Message):
+    """Where the keys and values of a prompt without its last token lie, and how to tell that the bytes are right."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BACKEND_FIELD_NUMBER: _builtins.int
+    HANDLE_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
+    POSITIONS_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    PROMPT_FIELD_NUMBER: _builtins.int
+    CHECKSUM_FIELD_NUMBER: _builtins.int
+    backend: _builtins.str
+    """Transport of `reflux_transfer` that reads it."""
+    handle: _builtins.bytes
+    """Description of the memory for that transport."""
+    generation: _builtins.int
+    """Number of the offer, never used again; it stands in front of the bytes."""
+    positions: _builtins.int
+    """Positions that were computed."""
+    epoch: _builtins.int
+    """Broker epoch of the weights that computed them."""
+    prompt: _builtins.str
+    """xxh3_128 of the prompt's token ids as 64-bit integers, in hexadecimal."""
+    checksum: _builtins.str
+    """xxh3_64 of keys and values, in hexadecimal."""
+    def __init__(
+        self,
+        *,
+        backend: _builtins.str = ...,
+        handle: _builtins.bytes = ...,
+        generation: _builtins.int = ...,
+        positions: _builtins.int = ...,
+        epoch: _builtins.int = ...,
+        prompt: _builtins.str = ...,
+        checksum: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "checksum", b"checksum", "epoch", b"epoch", "generation", b"generation", "handle", b"handle", "positions", b"positions", "prompt", b"prompt"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KvTicket: _TypeAlias = KvTicket  # noqa: Y015
+
+@_typing.final
+class PrefillRequest(_message.Message):
+    """One prompt."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    MODEL_ID_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """Id for AbortRequests and traces."""
+    model_id: _builtins.str
+    """Model that computes, as in Generate."""
+    @_builtins.property
+    def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Prompt as token ids, two at least."""
+
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        prompt_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        model_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model_id", b"model_id", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrefillRequest: _TypeAlias = PrefillRequest  # noqa: Y015
+
+@_typing.final
+class PrefillResponse(_message.Message):
+    """What was computed."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TICKET_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def ticket(self) -> Global___KvTicket:
+        """For Generate at another engine. Unset when the memory for handed-over prompts is full."""
+
+    def __init__(
+        self,
+        *,
+        ticket: Global___KvTicket | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ticket", b"ticket"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ticket", b"ticket"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrefillResponse: _TypeAlias = PrefillResponse  # noqa: Y015
+
+@_typing.final
+class ReleasePromptRequest(_message.Message):
+    """Which prompt."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GENERATION_FIELD_NUMBER: _builtins.int
+    generation: _builtins.int
+    """`generation` of its ticket."""
+    def __init__(
+        self,
+        *,
+        generation: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReleasePromptRequest: _TypeAlias = ReleasePromptRequest  # noqa: Y015
+
+@_typing.final
+class ReleasePromptResponse(_message.Message):
+    """It is free."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReleasePromptResponse: _TypeAlias = ReleasePromptResponse  # noqa: Y015
+
+@_typing.final
+class SetRoleRequest(_message.Message):
+    """The new role."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROLE_FIELD_NUMBER: _builtins.int
+    role: _replica_pb2.Replica.Role.ValueType
+    """What the replica shall compute."""
+    def __init__(
+        self,
+        *,
+        role: _replica_pb2.Replica.Role.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["role", b"role"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetRoleRequest: _TypeAlias = SetRoleRequest  # noqa: Y015
+
+@_typing.final
+class SetRoleResponse(_message.Message):
+    """The role has changed, and the gateway was told."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REPLICA_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def replica(self) -> _replica_pb2.Replica:
+        """The replica now."""
+
+    def __init__(
+        self,
+        *,
+        replica: _replica_pb2.Replica | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["replica", b"replica"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["replica", b"replica"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetRoleResponse: _TypeAlias = SetRoleResponse  # noqa: Y015
 
 @_typing.final
 class AbortRequestsRequest(_message.Message):

@@ -40,6 +40,21 @@ class EngineServiceStub:
                 request_serializer=reflux_dot_inference__gateway_dot_v1_dot_engine__service__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=reflux_dot_inference__gateway_dot_v1_dot_engine__service__pb2.GenerateResponse.FromString,
                 _registered_method=True)
+        self.Prefill = channel.unary_unary(
+                '/reflux.inference_gateway.v1.EngineService/Prefill',
+                request_serializer=reflux_dot_inference__gateway_dot_v1_dot_engine__service__pb2.PrefillRequest.SerializeToString,
+                response_deserializer=reflux_dot_inference__gateway_dot_v1_dot_engine__service__pb2.PrefillResponse.FromString,
+                _registered_method=True)
+        self.ReleasePrompt = channel.unary_unary(
+                '/reflux.inference_gateway.v1.EngineService/ReleasePrompt',
+                request_serializer=reflux_dot_inference__gateway_dot_v1_dot_engine__service__pb2.ReleasePromptRequest.SerializeToString,
+                response_deserializer=reflux_dot_inference__gateway_dot_v1_dot_engine__service__pb2.ReleasePromptResponse.FromString,
+                _registered_method=True)
+        self.SetRole = channel.unary_unary(
+                '/reflux.inference_gateway.v1.EngineService/SetRole',
+                request_serializer=reflux_dot_inference__gateway_dot_v1_dot_engine__service__pb2.SetRoleRequest.SerializeToString,
+                response_deserializer=reflux_dot_inference__gateway_dot_v1_dot_engine__service__pb2.SetRoleResponse.FromString,
+                _registered_method=True)
         self.AbortRequests = channel.unary_unary(
                 '/reflux.inference_gateway.v1.EngineService/AbortRequests',
                 request_serializer=reflux_dot_inference__gateway_dot_v1_dot_engine__service__pb2.AbortRequestsRequest.SerializeToString,
@@ -78,6 +93,27 @@ class EngineServiceServicer:
 
     def Generate(self, request, context):
         """Draws n samples of one prompt; the prompt is prefilled once.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Prefill(self, request, context):
+        """Computes a prompt for another engine, which reads it out of this one's memory; Generate takes the ticket there.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReleasePrompt(self, request, context):
+        """Frees a prompt that Prefill computed before its lease ends; one that is unknown is no error.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SetRole(self, request, context):
+        """Changes what the gateway sends to an idle replica. FAILED_PRECONDITION while it has sequences.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -133,6 +169,21 @@ def add_EngineServiceServicer_to_server(servicer, server):
                     servicer.Generate,
                     request_deserializer=reflux_dot_inference__gateway_dot_v1_dot_engine__service__pb2.GenerateRequest.FromString,
                     response_serializer=reflux_dot_inference__gateway_dot_v1_dot_engine__service__pb2.GenerateResponse.SerializeToString,
+            ),
+            'Prefill': grpc.unary_unary_rpc_method_handler(
+                    servicer.Prefill,
+                    request_deserializer=reflux_dot_inference__gateway_dot_v1_dot_engine__service__pb2.PrefillRequest.FromString,
+                    response_serializer=reflux_dot_inference__gateway_dot_v1_dot_engine__service__pb2.PrefillResponse.SerializeToString,
+            ),
+            'ReleasePrompt': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReleasePrompt,
+                    request_deserializer=reflux_dot_inference__gateway_dot_v1_dot_engine__service__pb2.ReleasePromptRequest.FromString,
+                    response_serializer=reflux_dot_inference__gateway_dot_v1_dot_engine__service__pb2.ReleasePromptResponse.SerializeToString,
+            ),
+            'SetRole': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetRole,
+                    request_deserializer=reflux_dot_inference__gateway_dot_v1_dot_engine__service__pb2.SetRoleRequest.FromString,
+                    response_serializer=reflux_dot_inference__gateway_dot_v1_dot_engine__service__pb2.SetRoleResponse.SerializeToString,
             ),
             'AbortRequests': grpc.unary_unary_rpc_method_handler(
                     servicer.AbortRequests,
@@ -193,6 +244,87 @@ class EngineService:
             '/reflux.inference_gateway.v1.EngineService/Generate',
             reflux_dot_inference__gateway_dot_v1_dot_engine__service__pb2.GenerateRequest.SerializeToString,
             reflux_dot_inference__gateway_dot_v1_dot_engine__service__pb2.GenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Prefill(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/reflux.inference_gateway.v1.EngineService/Prefill',
+            reflux_dot_inference__gateway_dot_v1_dot_engine__service__pb2.PrefillRequest.SerializeToString,
+            reflux_dot_inference__gateway_dot_v1_dot_engine__service__pb2.PrefillResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReleasePrompt(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/reflux.inference_gateway.v1.EngineService/ReleasePrompt',
+            reflux_dot_inference__gateway_dot_v1_dot_engine__service__pb2.ReleasePromptRequest.SerializeToString,
+            reflux_dot_inference__gateway_dot_v1_dot_engine__service__pb2.ReleasePromptResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetRole(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/reflux.inference_gateway.v1.EngineService/SetRole',
+            reflux_dot_inference__gateway_dot_v1_dot_engine__service__pb2.SetRoleRequest.SerializeToString,
+            reflux_dot_inference__gateway_dot_v1_dot_engine__service__pb2.SetRoleResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -35,6 +35,12 @@ class EngineServiceStub:
     def __new__(cls, channel: _aio.Channel) -> EngineServiceAsyncStub: ...
     Generate: _grpc.UnaryStreamMultiCallable[_engine_service_pb2.GenerateRequest, _engine_service_pb2.GenerateResponse]
     """Draws n samples of one prompt; the prompt is prefilled once."""
+    Prefill: _grpc.UnaryUnaryMultiCallable[_engine_service_pb2.PrefillRequest, _engine_service_pb2.PrefillResponse]
+    """Computes a prompt for another engine, which reads it out of this one's memory; Generate takes the ticket there."""
+    ReleasePrompt: _grpc.UnaryUnaryMultiCallable[_engine_service_pb2.ReleasePromptRequest, _engine_service_pb2.ReleasePromptResponse]
+    """Frees a prompt that Prefill computed before its lease ends; one that is unknown is no error."""
+    SetRole: _grpc.UnaryUnaryMultiCallable[_engine_service_pb2.SetRoleRequest, _engine_service_pb2.SetRoleResponse]
+    """Changes what the gateway sends to an idle replica. FAILED_PRECONDITION while it has sequences."""
     AbortRequests: _grpc.UnaryUnaryMultiCallable[_engine_service_pb2.AbortRequestsRequest, _engine_service_pb2.AbortRequestsResponse]
     """Stops a request."""
     GetStatus: _grpc.UnaryUnaryMultiCallable[_engine_service_pb2.GetStatusRequest, _engine_service_pb2.GetStatusResponse]
@@ -57,6 +63,12 @@ class EngineServiceAsyncStub(EngineServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryStreamMultiCallable[_engine_service_pb2.GenerateRequest, _engine_service_pb2.GenerateResponse]  # type: ignore[assignment]
     """Draws n samples of one prompt; the prompt is prefilled once."""
+    Prefill: _aio.UnaryUnaryMultiCallable[_engine_service_pb2.PrefillRequest, _engine_service_pb2.PrefillResponse]  # type: ignore[assignment]
+    """Computes a prompt for another engine, which reads it out of this one's memory; Generate takes the ticket there."""
+    ReleasePrompt: _aio.UnaryUnaryMultiCallable[_engine_service_pb2.ReleasePromptRequest, _engine_service_pb2.ReleasePromptResponse]  # type: ignore[assignment]
+    """Frees a prompt that Prefill computed before its lease ends; one that is unknown is no error."""
+    SetRole: _aio.UnaryUnaryMultiCallable[_engine_service_pb2.SetRoleRequest, _engine_service_pb2.SetRoleResponse]  # type: ignore[assignment]
+    """Changes what the gateway sends to an idle replica. FAILED_PRECONDITION while it has sequences."""
     AbortRequests: _aio.UnaryUnaryMultiCallable[_engine_service_pb2.AbortRequestsRequest, _engine_service_pb2.AbortRequestsResponse]  # type: ignore[assignment]
     """Stops a request."""
     GetStatus: _aio.UnaryUnaryMultiCallable[_engine_service_pb2.GetStatusRequest, _engine_service_pb2.GetStatusResponse]  # type: ignore[assignment]
@@ -82,6 +94,30 @@ class EngineServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_engine_service_pb2.GenerateResponse], _abc.AsyncIterator[_engine_service_pb2.GenerateResponse]]:
         """Draws n samples of one prompt; the prompt is prefilled once."""
+
+    @_abc_1.abstractmethod
+    def Prefill(
+        self,
+        request: _engine_service_pb2.PrefillRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_engine_service_pb2.PrefillResponse, _abc.Awaitable[_engine_service_pb2.PrefillResponse]]:
+        """Computes a prompt for another engine, which reads it out of this one's memory; Generate takes the ticket there."""
+
+    @_abc_1.abstractmethod
+    def ReleasePrompt(
+        self,
+        request: _engine_service_pb2.ReleasePromptRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_engine_service_pb2.ReleasePromptResponse, _abc.Awaitable[_engine_service_pb2.ReleasePromptResponse]]:
+        """Frees a prompt that Prefill computed before its lease ends; one that is unknown is no error."""
+
+    @_abc_1.abstractmethod
+    def SetRole(
+        self,
+        request: _engine_service_pb2.SetRoleRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_engine_service_pb2.SetRoleResponse, _abc.Awaitable[_engine_service_pb2.SetRoleResponse]]:
+        """Changes what the gateway sends to an idle replica. FAILED_PRECONDITION while it has sequences."""
 
     @_abc_1.abstractmethod
     def AbortRequests(
