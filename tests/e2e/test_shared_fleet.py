@@ -11,6 +11,7 @@ from e2e_stack import small_run
 
 from reflux.inference_gateway.v1 import inference_gateway_service_pb2 as gateway_pb
 from reflux.inference_gateway.v1.inference_gateway_service_pb2_grpc import InferenceGatewayServiceStub
+from reflux.inference_gateway.v1.replica_pb2 import Replica
 from reflux.scheduler.v1 import scheduler_service_pb2 as scheduler_pb
 from reflux.scheduler.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
 from reflux.trainer.v1.run_pb2 import Run
@@ -40,7 +41,8 @@ async def models():
     """Models that the gateway has replicas of, and the addresses of those."""
     async with connection.channel("inference-gateway") as channel:
         answer = await InferenceGatewayServiceStub(channel).ListReplicas(gateway_pb.ListReplicasRequest())
-    return {(replica.model_id, replica.grpc_address) for replica in answer.replicas}
+    ready = Replica.STATE_READY  # one that was killed is listed as lost for a while
+    return {(replica.model_id, replica.grpc_address) for replica in answer.replicas if replica.state == ready}
 
 
 @pytest.mark.slow
@@ -96,7 +98,9 @@ async def test_a_run_on_a_shared_fleet_goes_on_when_a_process_is_killed(harness,
     assert ended.state == Run.STATE_SUCCEEDED, ended.message
     steps = steps_of(ended)
     assert [metrics["version"] for metrics in steps] == [41, 42, 43, 44]
-    assert max(metrics["logprob_gap_max"] for metrics in steps) <= 1e-4
+    gaps = [metrics["logprob_gap_max"] for metrics in steps if "logprob_gap_max" in metrics]
+    assert len(gaps) >= 3, "a step whose trainer was killed before it wrote the figures has none"
+    assert max(gaps) <= 1e-4
     assert not any(model_id.startswith(ended.name.removeprefix("runs/")) for model_id, _ in await models())
 
 

@@ -87,7 +87,7 @@ async def publish(w, name, number):
     return await w.learner.PublishWeights(request, timeout=60)
 
 
-async def test_two_adapters_have_independent_versions_on_one_replica(tmp_path):
+async def test_two_adapters_have_independent_versions_on_one_replica_with_two_seats(tmp_path):
     async with shared(tmp_path) as (w, engine):
         plain = await draw(w, "base", "plain")
         await learn(w, "a", 3)
@@ -112,10 +112,7 @@ async def test_two_adapters_have_independent_versions_on_one_replica(tmp_path):
         assert [list(one.token_ids) for one in again] == [list(one.token_ids) for one in mine]
         await check(w, "a", again, 3)
         await check(w, "bb", newer, 2)
-
-
-async def test_seats_are_bounded_leased_and_free_again(tmp_path):
-    async with shared(tmp_path) as (w, engine):
+        # Seats are bounded, leased and free again.
         with pytest.raises(grpc.aio.AioRpcError, match="all 2 seats for adapters are taken") as full:
             await engine.AttachAdapter(attaching("ccc"))
         assert full.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
