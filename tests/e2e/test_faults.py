@@ -83,6 +83,24 @@ async def test_a_run_survives_kill_9_of_any_process_at_any_time(harness, seed):
     await run_to_the_end(harness, f"soak-{victim}-{seed}", [victim], after_seconds=(seed * 0.37) % 2.0)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+async def test_redis_that_does_not_answer_for_ten_seconds_costs_no_prompt(harness):
+    created = await harness.create(small_run("redis-away", rl={"steps": 30}))
+    running = await harness.wait_step(created.name, 5)
+    pid = harness.record.pids["valkey"]
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        await asyncio.sleep(10)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    ended = await harness.wait_end(created.name)
+    assert (ended.state, ended.attempt) == (Run.STATE_SUCCEEDED, running.attempt), ended.message
+    summary = harness.summary(ended)
+    assert summary["ledger"]["violations"] == []
+    assert summary["ledger"]["trained"] == 30 * 4
+
+
 async def test_ctrl_c_of_the_demo_leaves_no_process_behind(tmp_path):
     path = tmp_path / "run.toml"
     path.write_text(

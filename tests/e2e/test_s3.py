@@ -1,10 +1,13 @@
 """The loop with its checkpoints in an S3-compatible store: streamed by the learner, resumed from there."""
 
+import asyncio
+import json
 import shutil
 import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from e2e_stack import HANG_SECONDS, LEAN, Harness, small_run
@@ -21,27 +24,43 @@ KEYS = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_DEFAU
 
 @pytest.fixture
 def s3(monkeypatch):
-    """Endpoint of a moto server with one bucket."""
+    """A moto server with one bucket."""
     pytest.importorskip("moto.server", reason="moto is not installed")
     for name, value in KEYS.items():
         monkeypatch.setenv(name, value)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    server = subprocess.Popen(
-        [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
+    server = MotoServer(port)
     try:
-        wait_listening(port)
-        endpoint = f"http://127.0.0.1:{port}"
-        client = boto3.client("s3", endpoint_url=endpoint)
-        client.create_bucket(Bucket=BUCKET)
-        yield endpoint, client
+        server.start()
+        yield server
     finally:
         server.kill()
-        server.wait()
+
+
+class MotoServer:
+    """An S3-compatible server that forgets everything when it is killed."""
+
+    def __init__(self, port):
+        self.port, self.endpoint = port, f"http://127.0.0.1:{port}"
+        self.client = boto3.client("s3", endpoint_url=self.endpoint)
+
+    def start(self):
+        """Starts it, with an empty bucket."""
+        command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(self.port)]
+        self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        wait_listening(self.port)
+        self.client.create_bucket(Bucket=BUCKET)
+
+    def kill(self):
+        """kill -9."""
+        self._process.kill()
+        self._process.wait()
+
+    def stored(self):
+        """Keys of all objects."""
+        return [item["Key"] for item in self.client.list_objects_v2(Bucket=BUCKET).get("Contents", [])]
 
 
 def wait_listening(port):
@@ -56,9 +75,8 @@ def wait_listening(port):
 
 
 async def test_a_run_resumes_on_a_fresh_stack_from_what_it_streamed_to_s3(s3, tmp_path, monkeypatch):
-    endpoint, client = s3
     monkeypatch.setenv("REFLUX_OBJECT_STORE", f"s3://{BUCKET}/lab")
-    monkeypatch.setenv("REFLUX_S3_ENDPOINT", endpoint)
+    monkeypatch.setenv("REFLUX_S3_ENDPOINT", s3.endpoint)
     monkeypatch.setenv("REFLUX_TRAINER_RUNS_DIR", str(tmp_path / "runs"))
     monkeypatch.delenv("REFLUX_REDIS_URL", raising=False)
     monkeypatch.setenv("REFLUX_STATE_DIR", str(tmp_path / "first"))
@@ -72,8 +90,7 @@ async def test_a_run_resumes_on_a_fresh_stack_from_what_it_streamed_to_s3(s3, tm
         cancelled = await first.wait_end(name)
     finally:
         stack.stop(tmp_path / "first")
-    keys = [item["Key"] for item in client.list_objects_v2(Bucket=BUCKET)["Contents"]]
-    assert any(key.endswith(".safetensors") for key in keys)
+    assert any(key.endswith(".safetensors") for key in s3.stored())
     shutil.rmtree(tmp_path / "first")  # Redis is gone with it
     monkeypatch.setenv("REFLUX_STATE_DIR", str(tmp_path / "second"))
     stack.start(tmp_path / "second", die_with_parent=True)
@@ -88,3 +105,36 @@ async def test_a_run_resumes_on_a_fresh_stack_from_what_it_streamed_to_s3(s3, tm
         assert (summary["steps"], summary["ledger"]["violations"]) == (steps, [])
     finally:
         stack.stop(tmp_path / "second")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+async def test_a_run_trains_on_while_s3_is_away_and_checkpoints_again_when_it_is_back(s3, tmp_path, monkeypatch):
+    monkeypatch.setenv("REFLUX_OBJECT_STORE", f"s3://{BUCKET}/lab")
+    monkeypatch.setenv("REFLUX_S3_ENDPOINT", s3.endpoint)
+    monkeypatch.setenv("REFLUX_TRAINER_RUNS_DIR", str(tmp_path / "runs"))
+    monkeypatch.setenv("REFLUX_STATE_DIR", str(tmp_path / "stack"))
+    monkeypatch.delenv("REFLUX_REDIS_URL", raising=False)
+    stack.start(tmp_path / "stack", die_with_parent=True)
+    try:
+        harness = Harness(tmp_path / "stack")
+        name = (await harness.create(small_run("s3-away", rl={"steps": 400}, fleet=LEAN))).name
+        before = (await harness.wait_step(name, 4)).step
+        s3.kill()
+        away = await harness.wait_step(name, before + 12)
+        assert away.state == Run.STATE_RUNNING, away.message
+        s3.start()
+        assert s3.stored() == []
+        end = time.monotonic() + HANG_SECONDS
+        while not any("/learner-" in key for key in s3.stored()):
+            assert time.monotonic() < end, "no checkpoint after the store was back"
+            await asyncio.sleep(0.5)
+        async with connection.channel("trainer") as channel:
+            await TrainerServiceStub(channel).CancelRun(trainer_pb.CancelRunRequest(name=name))
+        ended = await harness.wait_end(name)
+    finally:
+        stack.stop(tmp_path / "stack")
+    events = [json.loads(line) for line in (Path(ended.folder) / "events.jsonl").read_text().splitlines()]
+    failures = [event["step"] for event in events if event.get("detail", {}).get("checkpoint_failures")]
+    assert failures, "a checkpoint that failed is told in the events"
+    assert min(failures) > before - 3
