@@ -162,7 +162,7 @@ def test_the_learning_rate_ramps_up_and_decays_to_its_floor():
 
 
 def test_the_run_file_offers_exactly_the_estimators_and_policies_that_exist():
-    assert get_args(config.Algorithm) == (*ALGORITHMS, "reinforce_pp")
+    assert get_args(config.Algorithm) == (*ALGORITHMS, "reinforce_pp", "gae")
     assert config.Staleness == Staleness
 
 
@@ -240,6 +240,27 @@ def test_the_aggregation_follows_the_method():
 def test_a_run_may_truncate_importance_weights_and_pass_in_gspo_token():
     assert loss_config(RlConfig(tis_cap=2.0)).tis_cap == 2.0
     assert loss_config(RlConfig(loss="gspo_token")).aggregation == "sequence_mean"
+
+
+def test_a_critic_gives_each_token_an_advantage_and_is_told_the_return():
+    rewards = (1.0, 0.0, None)
+    asked = group(0, rewards)
+    samples = [replace(sample, token_ids=[5, 6], logprobs=[-1.0, -1.0]) for sample in asked.samples]
+    groups = [replace(asked, samples=samples)]
+    values = [[np.array([0.2, 0.6]), np.array([0.1, 0.3]), np.zeros(0)]]
+    config = RlConfig(algorithm="gae", gae_lambda=0.5, gamma=1.0)
+    request, advantages = training_batch(1, "run", groups, config, values=values)
+    # delta = (0.4, 0.4) and (0.2, -0.3); A_1 = delta_1 + 0.5 delta_2
+    raw = np.array([0.6, 0.4, 0.05, -0.3])
+    whitened = (raw - raw.mean()) / raw.std(ddof=1)
+    completions = request.groups[0].completions
+    assert len(completions) == 2
+    assert [x for each in completions for x in each.advantages] == pytest.approx(whitened, abs=1e-6)
+    assert [x for each in completions for x in each.returns] == pytest.approx([0.8, 1.0, 0.15, 0.0], abs=1e-6)
+    assert [x for each in completions for x in each.values] == pytest.approx([0.2, 0.6, 0.1, 0.3])
+    assert advantages[0] == pytest.approx([whitened[0], whitened[2], 0.0])
+    assert (request.loss.value_coefficient, request.loss.value_clip) == (0.1, 0.2)
+    assert loss_config(RlConfig()).value_coefficient == 0.0
 
 
 def test_a_run_may_hold_its_policy_near_the_one_that_it_began_with():

@@ -1,4 +1,4 @@
-"""Whole runs with a KL to the frozen reference, on a real learner that dies and comes back with nothing."""
+"""Whole runs with a reference or a critic of the learner's, on a real learner that dies and comes back with nothing."""
 
 from contextlib import asynccontextmanager
 
@@ -67,10 +67,17 @@ def reached(event, step):
 async def curve(world, form, coefficient, dies_at=()):
     """Loss, gradient's norm and KL of every step; the learner dies at steps of reinforcement learning."""
     sections, _ = FORMS[form]
+    changed = sections | {"rl": sections.get("rl", {}) | {"kl_coefficient": coefficient}}
+    steps = await figures(world, changed, dies_at)
+    return [(step["loss"], step["grad_norm"], step["kl_reference"]) for step in steps]
+
+
+async def figures(world, sections, dies_at=()):
+    """All figures of every step."""
     world.scheduler.created.clear()
     world.gateway.version = 0
     async with world.trainer() as stub:
-        rl = RL | sections.get("rl", {}) | {"kl_coefficient": coefficient}
+        rl = RL | sections.get("rl", {})
         fixed = {"rl": rl, "evaluation": QUIET, "checkpoint": {"every_steps": 4}, "fleet": {"transport": "shm"}}
         asked = config(**(sections | fixed))
         run = await create(stub, asked)
@@ -81,8 +88,7 @@ async def curve(world, form, coefficient, dies_at=()):
             async with learner(world, stub, short(run)):
                 events = await events_of(stub, run.name)
     assert events[-1].run.state == Run.STATE_SUCCEEDED, events[-1].run.message
-    steps = [{each.name: each.value for each in e.progress.metrics} for e in events if e.progress.stage == "rl"]
-    return [(step["loss"], step["grad_norm"], step["kl_reference"]) for step in steps]
+    return [{each.name: each.value for each in e.progress.metrics} for e in events if e.progress.stage == "rl"]
 
 
 @pytest.mark.parametrize("form", ["loss", "reward", pytest.param("adapter", marks=pytest.mark.slow)])
@@ -95,3 +101,15 @@ async def test_a_kl_holds_the_policy_at_its_reference_and_survives_the_death_of_
     assert (held[0][2] == 0.0) == (form != "adapter")
     assert held[-1][2] < 0.2 * free[-1][2]
     assert await curve(world, form, FORMS[form][1], dies_at=(2, 5)) == held
+
+
+async def test_a_critic_learns_beside_the_policy_and_survives_the_death_of_the_learner(world, tmp_path):
+    world.checkpoints.store_url = f"file://{tmp_path}/store"
+    sections = {"rl": {"algorithm": "gae", "critic_learning_rate": 3e-2, "kl_coefficient": 0.01}}
+    names = ("loss", "grad_norm", "critic/loss", "critic/explained_variance")
+    steps = [[step[name] for name in names] for step in await figures(world, sections)]
+    assert len(steps) == RL["steps"]
+    assert steps[0][3] == 0.0, "values are 0 before the critic has learned"
+    assert len({step[3] for step in steps}) > 3
+    again = [[step[name] for name in names] for step in await figures(world, sections, dies_at=(2, 5))]
+    assert again == steps

@@ -25,6 +25,8 @@ class TokenScores:
     logprobs_T: Tensor
     entropies_T: Tensor
     """In nats, without gradient."""
+    hidden_TE: Tensor | None = None
+    """Last hidden state that each token was predicted from, with gradient; `packed_scores` has it."""
 
     @classmethod
     def joined(cls, parts: "Sequence[TokenScores]") -> "TokenScores":

@@ -1,6 +1,7 @@
 """Log-probs of given tokens with gradients: the learner's half of the model."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -39,12 +40,13 @@ def packed_scores(
     hidden_RSE = run_layers(
         params, config, embed(params, packed.tokens_RS), rope, tree, projections, recompute=recompute
     )
+    sources_TE = hidden_RSE.flatten(0, 1)[packed.sources_T]
     parts, first = [], 0
-    for hidden_TE, weight in projections.head(params, hidden_RSE.flatten(0, 1)[packed.sources_T]):
+    for hidden_TE, weight in projections.head(params, sources_TE):
         targets_T = packed.targets_T[first : first + len(hidden_TE)]
         parts.append(chunked_scores(hidden_TE, weight, targets_T, temperature))
         first += len(hidden_TE)
-    return parts[0] if len(parts) == 1 else TokenScores.joined(parts)
+    return replace(parts[0] if len(parts) == 1 else TokenScores.joined(parts), hidden_TE=sources_TE)
 
 
 def logprobs(

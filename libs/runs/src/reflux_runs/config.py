@@ -10,7 +10,7 @@ Share = Annotated[float, Field(ge=0.0, le=1.0)]
 Rate = Annotated[float, Field(gt=0.0, le=1.0)]
 Seconds = Annotated[float, Field(gt=0.0, le=86_400.0)]
 
-Algorithm = Literal["grpo", "dr_grpo", "rloo", "leave_one_out", "reinforce_pp"]
+Algorithm = Literal["grpo", "dr_grpo", "rloo", "leave_one_out", "reinforce_pp", "gae"]
 Loss = Literal["ppo", "dual_clip", "reinforce", "cispo", "gspo", "gspo_token", "importance_sampling", "decoupled_ppo"]
 Staleness = Literal["wait", "pace", "drop"]
 Release = Literal["full", "surrogate"]
@@ -114,8 +114,9 @@ class RlConfig(_Section):
     algorithm: Algorithm = "grpo"
     """Advantage estimator over the rewards of one group. `reinforce_pp` compares with all answers of the step instead:
     one answer per prompt is enough, and a group of equal rewards teaches, too (arXiv 2501.03262; its KL is `kl_in`).
-    With `dr_grpo` the loss divides every answer by the constant length `max_tokens` (arXiv 2503.20783); the others
-    average over all tokens of the batch."""
+    `gae` is PPO with a critic (arXiv 1707.06347, 1506.02438): a value head of the learner tells what to expect at each
+    token; here, too, one answer per prompt is enough. With `dr_grpo` the loss divides every answer by the constant
+    length `max_tokens` (arXiv 2503.20783); the others average over all tokens of the batch."""
 
     loss: Loss = "ppo"
     """Policy loss per token. `gspo` and `gspo_token` average over the tokens of each answer, then over the answers
@@ -187,6 +188,22 @@ class RlConfig(_Section):
     token, by the sampler's lp, from its reward: `reinforce_pp` sums the rewards behind a token (arXiv 2501.03262), the
     other algorithms those of an answer before they compare (arXiv 2402.14740). Groups are chosen by the rewards
     without it."""
+
+    gae_lambda: Share = 0.95
+    """With `algorithm = "gae"`: weight of later temporal differences in an advantage; 1 takes returns less values."""
+
+    gamma: Share = 1.0
+    """With `algorithm = "gae"`: discount of a reward per token."""
+
+    critic_learning_rate: Rate = 1e-3
+    """With `algorithm = "gae"`: learning rate of the value head, on the schedule of `learning_rate`."""
+
+    value_coefficient: Annotated[float, Field(gt=0.0, le=1e6)] = 0.1
+    """With `algorithm = "gae"`: weight of the critic's loss, by which it shapes the model that it shares."""
+
+    value_clip: Annotated[float, Field(ge=0.0, le=1e6)] = 0.2
+    """With `algorithm = "gae"`: how far a value counts as moved from the one at the start of the step; 0 bounds
+    nothing."""
 
     overlong_buffer: CountOrZero = 0
     """Above 0: answers of the last so many tokens before `max_tokens` lose reward, linearly up to `overlong_penalty`

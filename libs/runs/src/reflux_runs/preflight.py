@@ -152,6 +152,9 @@ def _lora(config: RunConfig) -> list[Refusal]:
             "replicas merge an adapter that the learner adds, which rounds otherwise; deterministic = true excludes it"
         )
         return [Refusal("model.lora_rank", model.lora_rank, reason, "0, or deterministic = false")]
+    if config.rl.algorithm == "gae":
+        reason = "the critic's head belongs to the model, and an adapter leaves the model as it is"
+        return [Refusal("rl.algorithm", "gae", reason, '"reinforce_pp", which needs no critic, or model.lora_rank = 0')]
     if "unembed" in model.lora_targets and _ties_embeddings(model.path):
         reason = "the model ties its output head to the embedding, so that there is no lm_head.weight to adapt"
         return [Refusal("model.lora_targets", model.lora_targets, reason, '"attention+mlp"')]
@@ -177,12 +180,12 @@ def _batch(config: RunConfig) -> list[Refusal]:
     elif rl.batch_size not in (None, size):
         reason = f"is not rl.groups_per_step * rl.samples_per_group = {rl.groups_per_step} * {rl.samples_per_group}"
         found.append(Refusal("rl.batch_size", rl.batch_size, reason, str(size)))
-    needed = {"leave_one_out": 3, "reinforce_pp": 1}.get(rl.algorithm, 2)
+    needed = {"leave_one_out": 3, "reinforce_pp": 1, "gae": 1}.get(rl.algorithm, 2)
     if rl.samples_per_group < needed:
         reason = f"{rl.algorithm} compares answers of one prompt and needs at least {needed}"
         found.append(Refusal("rl.samples_per_group", rl.samples_per_group, reason, "8"))
-    if rl.algorithm == "reinforce_pp" and rl.release == "surrogate":
-        reason = 'is corrected group by group, and algorithm = "reinforce_pp" compares over the whole step'
+    if rl.algorithm in ("reinforce_pp", "gae") and rl.release == "surrogate":
+        reason = f'is corrected group by group, and algorithm = "{rl.algorithm}" compares over the whole step'
         found.append(Refusal("rl.release", rl.release, reason, '"full"'))
     if rl.kl_coefficient and rl.kl_in == "reward" and rl.release == "surrogate":
         reason = 'corrects rewards without a KL, and kl_in = "reward" puts one into them'

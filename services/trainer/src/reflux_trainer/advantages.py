@@ -6,10 +6,11 @@ import numpy as np
 
 from reflux.trainer.v1 import learner_service_pb2 as pb
 from reflux_runs.config import RlConfig
+from reflux_trainer.algo.gae import gae_advantages
 from reflux_trainer.algo.kl import penalised_rewards
 from reflux_trainer.algo.overlong import overlong_penalty
 from reflux_trainer.algo.registry import ADVANTAGES
-from reflux_trainer.algo.reinforce_pp import reinforce_pp_advantages
+from reflux_trainer.algo.reinforce_pp import reinforce_pp_advantages, whiten
 from reflux_trainer.algo.rewards import Rewards
 from reflux_trainer.backlog import rewards_of
 from reflux_trainer.queue.records import Group
@@ -28,15 +29,20 @@ def shaped(group: Group, rewards: Rewards, config: RlConfig) -> Rewards:
     )
 
 
-def advantages_of(groups: Sequence[Group], config: RlConfig, reference: TokenRows | None = None) -> list[np.ndarray]:
+def advantages_of(
+    groups: Sequence[Group], config: RlConfig, reference: TokenRows | None = None, values: TokenRows | None = None
+) -> list[np.ndarray]:
     """Advantages [samples] of each group of a step, from its shaped rewards; 0 where the reward is unknown.
 
-    With the KL in the reward, answers are compared by R - beta * sum of k1 (arXiv 2402.14740). REINFORCE++ then has
-    another advantage at every token of an answer: here are those of the first tokens.
+    With the KL in the reward, answers are compared by R - beta * sum of k1 (arXiv 2402.14740). REINFORCE++ then, and
+    GAE always, has another advantage at every token of an answer: here are those of the first tokens.
     """
     rows = token_rewards(groups, config, reference)
+    if config.algorithm == "gae":
+        assert values is not None
+        return _first(critic_rows(rows, values, config)[0])
     if config.algorithm == "reinforce_pp":
-        return [np.array([row[0] if row.size else 0.0 for row in group]) for group in over_the_step(rows)]
+        return _first(over_the_step(rows))
     rewards = [shaped(group, rewards_of(group), config) for group in groups]
     if in_reward(config):
         rewards = [
@@ -44,6 +50,27 @@ def advantages_of(groups: Sequence[Group], config: RlConfig, reference: TokenRow
             for group, rewards_G in zip(rows, rewards, strict=True)
         ]
     return [ADVANTAGES[config.algorithm](rewards_G) for rewards_G in rewards]
+
+
+def _first(rows: TokenRows) -> list[np.ndarray]:
+    return [np.array([row[0] if row.size else 0.0 for row in group]) for group in rows]
+
+
+def critic_rows(rewards: TokenRows, values: TokenRows, config: RlConfig) -> tuple[TokenRows, TokenRows]:
+    """GAE per token of each answer, whitened over the step, and the returns that the critic is to tell: A + V."""
+    raw = [
+        [
+            gae_advantages(rewards_L, values_L, gamma=config.gamma, lam=config.gae_lambda)
+            for rewards_L, values_L in zip(*pair, strict=True)
+        ]
+        for pair in zip(rewards, values, strict=True)
+    ]
+    returns = [
+        [raw_L + values_L for raw_L, values_L in zip(*pair, strict=True)] for pair in zip(raw, values, strict=True)
+    ]
+    flat = np.concatenate([np.zeros(0), *(raw_L for group in raw for raw_L in group)])
+    whitened = iter(whiten(flat, np.ones(flat.size, bool)))
+    return [[np.fromiter(whitened, float, raw_L.size) for raw_L in group] for group in raw], returns
 
 
 def over_the_step(rewards: TokenRows) -> list[list[np.ndarray]]:
@@ -87,6 +114,8 @@ def loss_config(config: RlConfig) -> pb.LossConfig:
         # In the reward too the learner keeps the reference, and says how far the policy is from it.
         loss.own_reference, loss.kl_estimator = True, config.kl_estimator
         loss.kl_coefficient = 0.0 if in_reward(config) else config.kl_coefficient
+    if config.algorithm == "gae":
+        loss.value_coefficient, loss.value_clip = config.value_coefficient, config.value_clip
     if config.loss in ("gspo", "gspo_token"):
         loss.aggregation = "sequence_mean"
     elif config.algorithm == "dr_grpo":
@@ -97,11 +126,16 @@ def loss_config(config: RlConfig) -> pb.LossConfig:
 
 
 def training_batch(
-    op_id: int, model_id: str, groups: Sequence[Group], config: RlConfig, reference: TokenRows | None = None
+    op_id: int,
+    model_id: str,
+    groups: Sequence[Group],
+    config: RlConfig,
+    reference: TokenRows | None = None,
+    values: TokenRows | None = None,
 ) -> tuple[pb.ForwardBackwardRequest, list[np.ndarray]]:
     """The request of one step and the advantages of each group; `reference` is lp_ref of every token, for a KL in the
-    reward."""
-    advantages = advantages_of(groups, config, reference)
+    reward, `values` the critic's V before every token."""
+    advantages = advantages_of(groups, config, reference, values)
     request = pb.ForwardBackwardRequest(
         op_id=op_id,
         model_id=model_id,
@@ -116,6 +150,12 @@ def training_batch(
             _completions(request), _filled(over_the_step(token_rewards(groups, config, reference))), strict=True
         ):
             completion.advantages[:] = row
+    if config.algorithm == "gae" and values is not None:
+        per_token, returns = critic_rows(token_rewards(groups, config, reference), values, config)
+        rows = zip(_filled(per_token), _filled(returns), _filled(values), strict=True)
+        for completion, (advantages_L, returns_L, values_L) in zip(_completions(request), rows, strict=True):
+            completion.advantages[:], completion.returns[:] = advantages_L, returns_L
+            completion.values[:] = values_L
     return request, advantages
 
 

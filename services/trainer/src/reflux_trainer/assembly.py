@@ -206,7 +206,7 @@ class Assembly:
         )
         opened = await self._queue.opened()
         window.issued(len(opened))
-        closing = closing_without_groups if rl.algorithm == "reinforce_pp" else closing_of
+        closing = closing_without_groups if rl.algorithm in ("reinforce_pp", "gae") else closing_of
         return window, Backlog(policy, next_index=cursor.next_prompt_index, opened=opened, closing=closing)
 
     async def worker_beats(self) -> dict[str, int]:

@@ -169,6 +169,11 @@ def _learner(forward: pb.ForwardBackwardResponse, optim: pb.OptimStepResponse) -
     }
 
 
+def critic_figures(forward: pb.ForwardBackwardResponse) -> dict[str, float]:
+    """How the critic of a step did."""
+    return {"critic/loss": forward.value_loss, "critic/explained_variance": forward.explained_variance}
+
+
 def _times(times: StepTimes, batch: Batch, trained_tokens: int) -> dict[str, float]:
     parts = {name: times.spent.get(name, 0.0) for name in ("wait_rollout", "train", "sync")}
     tokens = sum(len(sample.token_ids) for group in batch.finished for sample in group.samples)

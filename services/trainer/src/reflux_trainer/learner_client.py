@@ -100,8 +100,14 @@ class LearnerClient:
 
     async def reference_logprobs(self, groups: Sequence[pb.PromptGroup]) -> Sequence[pb.PromptGroup]:
         """The groups with the reference's log-probs as `behaviour_logprobs`."""
-        source = self._source
-        request = pb.ForwardRequest(model_id=source.model_id, groups=groups, adapter=source.adapter, reference=True)
+        return await self._forward(pb.ForwardRequest(groups=groups, reference=True))
+
+    async def values(self, groups: Sequence[pb.PromptGroup]) -> Sequence[pb.PromptGroup]:
+        """The groups with the critic's values as `behaviour_logprobs`."""
+        return await self._forward(pb.ForwardRequest(groups=groups, values=True))
+
+    async def _forward(self, request: pb.ForwardRequest) -> Sequence[pb.PromptGroup]:
+        request.model_id, request.adapter = self._source.model_id, self._source.adapter
         with self._waits.on("train", "the learner's Forward"):
             answer = await self._call(lambda stub: stub.Forward(request, timeout=oplog.COMPUTE_SECONDS))
         self._forward_seconds += answer.seconds

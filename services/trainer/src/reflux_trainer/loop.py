@@ -1,6 +1,7 @@
 """The loop: form a batch, log it, train on it, publish the new version while the next batch is being rolled out."""
 
 from reflux_trainer.advantages import training_batch
+from reflux_trainer.critic import critic_values
 from reflux_trainer.parts import Parts
 from reflux_trainer.queue.ledger import Cursor
 from reflux_trainer.reference import reference_logprobs
@@ -22,7 +23,8 @@ async def train(parts: Parts, cursor: Cursor) -> Cursor:
         await parts.checkpoints.settled()
 
         reference = await reference_logprobs(parts, batch.groups)
-        request, advantages = training_batch(cursor.op_id + 1, parts.run, batch.groups, rl, reference)
+        values = await critic_values(parts, batch.groups)
+        request, advantages = training_batch(cursor.op_id + 1, parts.run, batch.groups, rl, reference, values)
         late = await parts.late.operations(cursor, parts.learner.version, batch)
         step = optimizer_request(parts, cursor, num_batches=1 + len(late))
         await parts.late.trained(request.op_id, batch, advantages)

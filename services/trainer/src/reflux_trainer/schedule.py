@@ -17,6 +17,13 @@ def rl_rate(config: RlConfig, step: int) -> float:
     return learning_rate(step, config.steps, config.learning_rate, config.ramp_steps, config.final_lr_fraction)
 
 
+def critic_rate(config: RlConfig, step: int) -> float:
+    """Rate of the critic's head, on the same schedule; 0 without a critic."""
+    if config.algorithm != "gae":
+        return 0.0
+    return config.critic_learning_rate * rl_rate(config, step) / config.learning_rate
+
+
 def warmup_rate(config: WarmupConfig, step: int) -> float:
     """Rate of a supervised step."""
     return learning_rate(step, config.steps, config.learning_rate, WARMUP_RAMP_STEPS, WARMUP_FLOOR)

@@ -12,13 +12,13 @@ from reflux.trainer.v1 import learner_service_pb2 as pb
 from reflux_kit.telemetry import span
 from reflux_trainer import oplog
 from reflux_trainer.consume import Batch
-from reflux_trainer.figures import StepTimes, curriculum_figures, lag_counts, step_figures
+from reflux_trainer.figures import StepTimes, critic_figures, curriculum_figures, lag_counts, step_figures
 from reflux_trainer.metrics import LAG, REWARD, STEP, STEP_SECONDS
 from reflux_trainer.parts import Parts
 from reflux_trainer.problems import question
 from reflux_trainer.queue.ledger import Cursor
 from reflux_trainer.queue.records import Group
-from reflux_trainer.schedule import rl_rate
+from reflux_trainer.schedule import critic_rate, rl_rate
 
 MAX_REFUSED_STEPS = 5
 TRANSCRIPT_EVERY_STEPS = 10
@@ -48,6 +48,7 @@ def optimizer_request(parts: Parts, cursor: Cursor, num_batches: int) -> pb.Opti
         op_id=cursor.op_id + num_batches + 1,
         model_id=parts.run,
         learning_rate=rl_rate(parts.config.rl, cursor.step),
+        critic_learning_rate=critic_rate(parts.config.rl, cursor.step),
         beta1=0.9,
         beta2=0.99,
         max_grad_norm=parts.config.rl.max_grad_norm,
@@ -151,6 +152,8 @@ class StepLog:
             figures |= parts.milestones.figures()
         figures |= await parts.late.figures()
         figures |= {"window/open": float(parts.window.open), "window/wanted": float(parts.window.wanted)}
+        if parts.config.rl.algorithm == "gae":
+            figures |= critic_figures(forward)
         if parts.pass_rates is not None:
             figures |= curriculum_figures(parts.pass_rates, batch.finished)
         figures["learning_rate"] = rl_rate(parts.config.rl, cursor.step - 1)

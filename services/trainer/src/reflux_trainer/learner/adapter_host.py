@@ -64,15 +64,24 @@ class AdapterHost:
         return await self._host.finish(self._step(self._host.require(model_id), name, op_id, step))
 
     async def rescore(
-        self, model_id: str, name: str, groups: Sequence[GroupData], loss: LossSpec | None, *, reference: bool = False
+        self,
+        model_id: str,
+        name: str,
+        groups: Sequence[GroupData],
+        loss: LossSpec | None,
+        *,
+        reference: bool = False,
+        values: bool = False,
     ) -> BatchFigures:
-        """Log-probs of an adapter or (no name) the model, or of its reference, behind all earlier operations."""
+        """Log-probs of an adapter or (no name) the model, of its reference, or values, behind earlier operations."""
         session = self._host.require(model_id)
         async with self._host.order:
             self._host.check_present(session)
             adapter = session.adapter(name) if name else None
             learner = session.learner
-            return await self._host.in_torch(lambda: learner.rescored(groups, adapter, loss, reference=reference))
+            return await self._host.in_torch(
+                lambda: learner.rescored(groups, adapter, loss, reference=reference, values=values)
+            )
 
     async def save(self, model_id: str, name: str, store: ObjectStore, key: str, *, weights_only: bool) -> Saved:
         """Streams an adapter's state; operations wait only while it is copied."""

@@ -41,6 +41,8 @@ class MicroBatch:
     sampler_logprobs_T: Tensor
     proximal_logprobs_T: Tensor
     reference_logprobs_T: Tensor
+    returns_T: Tensor
+    values_T: Tensor
     advantages_T: Tensor
     mask_T: Tensor
     weights_T: Tensor
@@ -143,6 +145,8 @@ def _micro_batch(
         sampler_logprobs_T=_column([completion.sampler_logprobs for completion in completions], lengths, np.nan),
         proximal_logprobs_T=_column([completion.proximal_logprobs for completion in completions], lengths, np.nan),
         reference_logprobs_T=_column([completion.reference_logprobs for completion in completions], lengths, np.nan),
+        returns_T=_column([completion.returns for completion in completions], lengths, np.nan),
+        values_T=_column([completion.values for completion in completions], lengths, np.nan),
         advantages_T=_column([_advantages(completion) for completion in completions], lengths, 1.0),
         mask_T=_column([masks[place] for place in places], lengths, 1.0),
         weights_T=_column([weights[place] for place in places], lengths, 1.0)

@@ -27,13 +27,14 @@ from reflux_trainer.learner.batching import (
     pack_placed,
     parts_of,
 )
+from reflux_trainer.learner.critic import Critic, value_losses
 from reflux_trainer.learner.figures import BatchSums
 from reflux_trainer.learner.lora import LoraAdapter
 from reflux_trainer.learner.losses.batch import TokenBatch
 from reflux_trainer.learner.losses.kl import kl_term
 from reflux_trainer.learner.losses.registry import token_losses
 from reflux_trainer.learner.numerics import FLOAT32, Numerics
-from reflux_trainer.learner.ops import BatchFigures, GroupData, LossSpec
+from reflux_trainer.learner.ops import BatchFigures, GroupData, LossSpec, StepFigures, StepSpec
 from reflux_trainer.learner.trainable import Trainable
 
 
@@ -55,6 +56,8 @@ class Learner(Trainable):
         super().__init__(params)
         self.config, self.numerics = config, numerics
         self.generator = torch.Generator().manual_seed(seed)
+        self.critic: Critic | None = None
+        """None until a loss with a critic, or its values, are asked for."""
 
     @classmethod
     def from_folder(cls, folder: Path, seed: int, numerics: Numerics = FLOAT32) -> "Learner":
@@ -76,7 +79,10 @@ class Learner(Trainable):
         reference = self.views(self.keep_reference()) if loss.own_reference else {}
         for each in micro_batches(groups, loss, micro_batch):
             part = self._with_reference(each, loss, reference)
-            total = total_loss(part, self._scores(part.placed, part.packed, None, self.params), loss, sums)
+            scores = self._scores(part.placed, part.packed, None, self.params)
+            total = total_loss(part, scores, loss, sums)
+            if loss.value_coefficient > 0:
+                total = total + loss.value_coefficient * self._value_loss(part, scores, loss, sums)
             total.backward()
             poisoned |= not math.isfinite(float(total.detach()))
         self.poisoned = poisoned
@@ -125,10 +131,12 @@ class Learner(Trainable):
         micro_batch: int = 0,
         *,
         reference: bool = False,
+        values: bool = False,
     ) -> BatchFigures:
         """Log-probs under the present weights, of an adapter or without, and the figures of a loss if one is given.
 
-        With `reference` the log-probs are those of the reference: for an adapter the model without it.
+        With `reference` the log-probs are those of the reference: for an adapter the model without it. With `values`
+        the critic's values stand in the place of log-probs.
         """
         started = time.perf_counter()
         sums = BatchSums(_count(groups))
@@ -142,8 +150,35 @@ class Learner(Trainable):
             for placed in parts_of(groups, micro_batch):
                 lengths = [len(each.token_ids) for piece in placed for each in piece.group.completions]
                 places = [place for piece in placed for place in piece.places]
-                sums.keep(places, self._scores(placed, pack_placed(placed), adapter, weights).logprobs_T, lengths)
+                scores = self._scores(placed, pack_placed(placed), adapter, weights)
+                sums.keep(places, self._values(scores) if values else scores.logprobs_T, lengths)
         return sums.figures(time.perf_counter() - started, outputs=True)
+
+    def optim_step(self, step: StepSpec) -> StepFigures:
+        """See `Trainable`; the critic's head steps with the model."""
+        figures = super().optim_step(step)
+        if self.critic is not None and figures.applied and self.critic.accumulated:
+            self.critic.optim_step(replace(step, learning_rate=step.critic_learning_rate))
+        elif self.critic is not None:
+            self.critic.forget_gradient()
+        return figures
+
+    def keep_critic(self) -> Critic:
+        """The value head; the first call makes it."""
+        if self.critic is None:
+            self.critic = Critic(self.config.hidden_size)
+        return self.critic
+
+    def _values(self, scores: TokenScores) -> Tensor:
+        assert scores.hidden_TE is not None
+        return self.keep_critic().values(scores.hidden_TE)
+
+    def _value_loss(self, part: MicroBatch, scores: TokenScores, loss: LossSpec, sums: BatchSums) -> Tensor:
+        """The critic's loss of a micro-batch, weighted as the policy's tokens are, and booked in `sums`."""
+        self.keep_critic().expect_gradient()
+        losses_T = value_losses(self._values(scores), part, loss)
+        sums.add_values(part, losses_T)
+        return torch.where(part.mask_T > 0, losses_T * part.weights_T, 0.0).sum()
 
     @torch.no_grad()
     def _with_reference(self, part: MicroBatch, loss: LossSpec, reference: Parameters) -> MicroBatch:
@@ -165,7 +200,7 @@ class Learner(Trainable):
             return scores
         # The engine's value with the gradient of the packed pass.
         slope_T = scores.logprobs_T - scores.logprobs_T.detach()
-        return TokenScores(self._replayed(params, placed) + slope_T, scores.entropies_T)
+        return replace(scores, logprobs_T=self._replayed(params, placed) + slope_T)
 
     def _replayed(self, params: Parameters, placed: Sequence[Placed]) -> Tensor:
         groups = [piece.group for piece in placed]

@@ -21,6 +21,9 @@ class BatchSums:
         self._largest_gap = 0.0
         self._clipped = 0.0
         self._kl, self._referred = 0.0, 0.0
+        self._value_loss = 0.0
+        self._moments = torch.zeros(5, dtype=torch.float64)
+        """Number of values; sums of returns, of their squares, of what the values left over, of its squares."""
         self._logprobs: list[tuple[float, ...]] = [()] * completions
 
     @torch.no_grad()
@@ -42,6 +45,17 @@ class BatchSums:
         counted_T = part.mask_T.where(~part.reference_logprobs_T.isnan(), 0.0)
         self._kl += float(kl_T @ counted_T)
         self._referred += float(counted_T.sum())
+
+    @torch.no_grad()
+    def add_values(self, part: MicroBatch, losses_T: Tensor) -> None:
+        """Takes in the critic's loss, and how well the values at the start of the step told the returns."""
+        counted_T = (part.mask_T > 0) & ~part.returns_T.isnan() & ~part.values_T.isnan()
+        self._value_loss += float(torch.where(part.mask_T > 0, losses_T * part.weights_T, 0.0).sum())
+        returns_T, values_T = part.returns_T[counted_T].double(), part.values_T[counted_T].double()
+        rest_T = returns_T - values_T
+        self._moments += torch.tensor(
+            [len(rest_T), returns_T.sum(), (returns_T**2).sum(), rest_T.sum(), (rest_T**2).sum()], dtype=torch.float64
+        )
 
     def keep(self, places: Sequence[int], logprobs_T: Tensor, lengths: Sequence[int]) -> None:
         """Books the log-probs of completions by their place in the batch."""
@@ -71,6 +85,16 @@ class BatchSums:
             max_logprob_gap=self._largest_gap,
             clip_fraction=self._clipped / tokens,
             seconds=seconds,
+            value_loss=self._value_loss,
+            explained_variance=explained_variance(*self._moments.tolist()),
             kl_reference=self._kl / max(1.0, self._referred),
             logprobs=tuple(self._logprobs) if outputs else (),
         )
+
+
+def explained_variance(count: float, returns: float, squares: float, rests: float, rest_squares: float) -> float:
+    """1 - Var(rest) / Var(return) from sums; 0 for returns that do not vary."""
+    if count < 2:
+        return 0.0
+    spread, left = squares / count - (returns / count) ** 2, rest_squares / count - (rests / count) ** 2
+    return 1.0 - left / spread if spread > 1e-12 else 0.0

@@ -43,6 +43,10 @@ class CompletionData:
     """Of the policy that the ratio is taken to (lp_old), where it is neither the sampler nor the present one."""
     reference_logprobs: Sequence[float] = ()
     """Of the frozen policy of the KL term (lp_ref)."""
+    returns: Sequence[float] = ()
+    """What the critic's values are to be, where there is one."""
+    values: Sequence[float] = ()
+    """The critic's values at the start of the step, which its clip is around."""
     fed_ids: Sequence[int] = ()
     """What the model reads after the prompt, one less than `token_ids`; empty: `token_ids` themselves but the last."""
 
@@ -78,6 +82,10 @@ class LossSpec:
     kl_estimator: Estimator = "k3"
     own_reference: bool = False
     """Tokens without `reference_logprobs` take those of the learner's reference (`Learner.reference`)."""
+    value_coefficient: float = 0.0
+    """Above 0: weight of the critic's loss on the tokens that have `returns`."""
+    value_clip: float = 0.0
+    """Above 0: how far a value counts as moved from the one at the start of the step."""
     dro_beta: float = 0.05
     """dro only: weight of the squared distance to the sampler."""
     constant_length: int = 0
@@ -105,6 +113,8 @@ class StepSpec:
     weight_decay: float = 0.0
     max_grad_norm: float = 0.0
     """0 leaves the gradient as it is."""
+    critic_learning_rate: float = 0.0
+    """Of the value head, where there is one."""
     reset_optimizer: bool = False
     """True forgets the moments first, as at the start of another stage."""
 
@@ -124,6 +134,10 @@ class BatchFigures:
     clip_fraction: float
     """Share of tokens whose gradient the clip took away (or bounded, for cispo)."""
     seconds: float
+    value_loss: float = 0.0
+    """Of the critic, before its coefficient."""
+    explained_variance: float = 0.0
+    """1 - Var(return - value) / Var(return) of the values at the start of the step; 0 where there are none."""
     kl_reference: float = 0.0
     """Mean of the estimate k3 over the tokens that have a reference."""
     logprobs: tuple[tuple[float, ...], ...] = ()

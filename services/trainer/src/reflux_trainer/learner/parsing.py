@@ -17,7 +17,25 @@ from reflux_trainer.learner.ops import LOSSES, CompletionData, GroupData, LossNa
 from reflux_trainer.learner.publish import WEIGHT_DTYPES, Outlet, PublishOrder
 from reflux_transfer.registry import BACKENDS
 
-_PER_TOKEN = ("behaviour_logprobs", "mask", "advantages", "proximal_logprobs", "reference_logprobs")
+_PER_TOKEN = (
+    "behaviour_logprobs",
+    "mask",
+    "advantages",
+    "proximal_logprobs",
+    "reference_logprobs",
+    "returns",
+    "values",
+)
+_LOSS_NUMBERS = (
+    "tis_cap",
+    "mis_low",
+    "mis_high",
+    "kl_coefficient",
+    "dro_beta",
+    "dual_clip_bound",
+    "value_coefficient",
+    "value_clip",
+)
 _ADAPTER = re.compile(r"[a-z0-9_-]{1,64}")
 _DEFAULT_EPS = 1e-8
 _DEFAULT_SYNC_SECONDS = 60.0
@@ -123,7 +141,7 @@ def parse_loss(loss: pb.LossConfig) -> LossSpec:
         raise InvalidRequest("loss.aggregation 'constant' needs loss.constant_length, for example the token limit")
     _within("loss.clip_low", loss.clip_low, 0.0, 1.0)
     _within("loss.clip_high", loss.clip_high, 0.0, 1e6)
-    for name in ("tis_cap", "mis_low", "mis_high", "kl_coefficient", "dro_beta", "dual_clip_bound"):
+    for name in _LOSS_NUMBERS:
         _within(f"loss.{name}", getattr(loss, name), 0.0, 1e6)
     if loss.mis_high < loss.mis_low:
         raise InvalidRequest(f"loss.mis_high {loss.mis_high} lies below loss.mis_low {loss.mis_low}")
@@ -142,6 +160,8 @@ def parse_loss(loss: pb.LossConfig) -> LossSpec:
         kl_coefficient=loss.kl_coefficient,
         kl_estimator=cast(Estimator, estimator),
         own_reference=loss.own_reference,
+        value_coefficient=loss.value_coefficient,
+        value_clip=loss.value_clip,
         dro_beta=loss.dro_beta,
         constant_length=loss.constant_length,
     )
@@ -149,7 +169,8 @@ def parse_loss(loss: pb.LossConfig) -> LossSpec:
 
 def parse_step(request: pb.OptimStepRequest) -> StepSpec:
     """Constants of AdamW."""
-    _within("learning_rate", request.learning_rate, 0.0, 1e3)
+    for name in ("learning_rate", "critic_learning_rate"):
+        _within(name, getattr(request, name), 0.0, 1e3)
     for name, beta in (("beta1", request.beta1), ("beta2", request.beta2)):
         if not 0.0 <= beta < 1.0:
             raise InvalidRequest(f"{name} must be in [0, 1), got {beta}")
@@ -163,6 +184,7 @@ def parse_step(request: pb.OptimStepRequest) -> StepSpec:
         eps=request.eps or _DEFAULT_EPS,
         weight_decay=request.weight_decay,
         max_grad_norm=0.0 if math.isinf(request.max_grad_norm) else request.max_grad_norm,
+        critic_learning_rate=request.critic_learning_rate,
         reset_optimizer=request.reset_optimizer,
     )
 
@@ -198,6 +220,8 @@ def _group(where: str, group: pb.PromptGroup, config: ModelConfig) -> GroupData:
                 advantages=list(completion.advantages),
                 proximal_logprobs=list(completion.proximal_logprobs),
                 reference_logprobs=list(completion.reference_logprobs),
+                returns=list(completion.returns),
+                values=list(completion.values),
             )
         )
     return GroupData(list(group.prompt_token_ids), completions)

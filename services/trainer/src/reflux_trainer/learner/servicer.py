@@ -67,6 +67,8 @@ class LearnerServicer(LearnerServiceServicer):
             max_logprob_gap=figures.max_logprob_gap,
             clip_fraction=figures.clip_fraction,
             kl_reference=figures.kl_reference,
+            value_loss=figures.value_loss,
+            explained_variance=figures.explained_variance,
             seconds=figures.seconds,
             outputs=_outputs(figures) if request.datums else (),
         )
@@ -97,7 +99,9 @@ class LearnerServicer(LearnerServiceServicer):
         groups = parsing_adapters.parse_batch(request, self._host.require(model_id).learner.config)
         loss = parsing.parse_loss(request.loss) if request.HasField("loss") else None
         with as_service_errors(), span("learner.forward", groups=len(groups)):
-            figures = await self._adapters.rescore(model_id, adapter, groups, loss, reference=request.reference)
+            figures = await self._adapters.rescore(
+                model_id, adapter, groups, loss, reference=request.reference, values=request.values
+            )
         answer = pb.ForwardResponse(
             groups=request.groups,
             outputs=_outputs(figures) if request.datums else (),

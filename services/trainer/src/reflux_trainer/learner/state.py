@@ -1,6 +1,7 @@
 """The learner's whole state as named tensors, to and from an object of the store, bit for bit.
 
     param/<name>  adam_m/<name>  adam_v/<name>  gradient/<name>  reference/<name>   float32, Hugging Face names
+    critic_param/<name>  critic_adam_m/<name>  critic_adam_v/<name>  critic_gradient/<name>   a value head's
     learner/counters (int64)  learner/rng  learner/journal (bytes)
 
 Moments are there after the first step, gradients only between ForwardBackward and OptimStep, a reference from the first
@@ -28,7 +29,7 @@ from reflux_trainer.learner.numerics import FLOAT32, Numerics
 from reflux_trainer.learner.trainable import Trainable
 
 L = TypeVar("L")
-_STATE_VERSION = 1
+_STATE_VERSION = 2
 
 
 class StateMismatchError(ValueError):
@@ -67,10 +68,11 @@ class StateCapture:
     def take(self, learner: Learner, journal: Journal, epoch: int) -> None:
         """Copies the state; training stands still for this long."""
         sources = []
-        for part, flat in flat_parts(learner).items():
-            if part not in self._copies:
-                self._copies[part] = torch.empty_like(flat)
-            sources += sources_of(learner, part, self._copies[part].copy_(flat))
+        for owner, parts in _owned_parts(learner):
+            for part, flat in parts.items():
+                if part not in self._copies:
+                    self._copies[part] = torch.empty_like(flat)
+                sources += sources_of(owner, part, self._copies[part].copy_(flat))
         sources += [source(name, tensor.clone()) for name, tensor in _small(learner, journal, epoch)]
         self._sources = sources
 
@@ -102,7 +104,14 @@ def restore(
     learner.accumulated = any(name.startswith("gradient/") for name in index.spans)
     if any(name.startswith("reference/") for name in index.spans):
         learner.keep_reference()
-    read_flat(store, index, learner, flat_parts(learner))
+    if critic_steps := int(counters[6]):
+        critic = learner.keep_critic()
+        critic.accumulated = any(name.startswith("critic_gradient/") for name in index.spans)
+        if critic_steps > 1:
+            critic.optimizer.begin(critic.flat)
+            critic.optimizer.steps = critic_steps - 1
+    for owner, parts in _owned_parts(learner):
+        read_flat(store, index, owner, parts)
     return Restored(learner, journal, int(counters[2]))
 
 
@@ -117,6 +126,15 @@ def flat_parts(trainable: Trainable) -> dict[str, Tensor]:
     if trainable.reference is not None:
         parts["reference"] = trainable.reference
     return parts
+
+
+def _owned_parts(learner: Learner) -> list[tuple[Trainable, dict[str, Tensor]]]:
+    """The model's flat buffers and its critic's, by the names that they are stored under."""
+    owned: list[tuple[Trainable, dict[str, Tensor]]] = [(learner, flat_parts(learner))]
+    if learner.critic is not None:
+        named = {f"critic_{part}": flat for part, flat in flat_parts(learner.critic).items()}
+        owned.append((learner.critic, named))
+    return owned
 
 
 def sources_of(trainable: Trainable, part: str, flat: Tensor) -> list[TensorSource]:
@@ -137,6 +155,7 @@ def _small(learner: Learner, journal: Journal, epoch: int) -> Iterator[tuple[str
         learner.refused_steps,
         int(learner.poisoned),
         learner.optimizer.steps,
+        learner.critic.optimizer.steps + 1 if learner.critic is not None else 0,
     ]
     yield "learner/counters", torch.tensor(numbers)
     yield "learner/rng", learner.generator.get_state()

@@ -110,6 +110,8 @@ class Completion(_message.Message):
     ADVANTAGES_FIELD_NUMBER: _builtins.int
     PROXIMAL_LOGPROBS_FIELD_NUMBER: _builtins.int
     REFERENCE_LOGPROBS_FIELD_NUMBER: _builtins.int
+    RETURNS_FIELD_NUMBER: _builtins.int
+    VALUES_FIELD_NUMBER: _builtins.int
     advantage: _builtins.float
     """Advantage of the completion; the weight of the completion for supervised data."""
     @_builtins.property
@@ -136,6 +138,14 @@ class Completion(_message.Message):
     def reference_logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
         """Log-probabilities of the reference of the KL term; empty has none."""
 
+    @_builtins.property
+    def returns(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """What the critic's values are to be, one per token; empty has none (LossConfig.value_coefficient)."""
+
+    @_builtins.property
+    def values(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """The critic's values at the start of the step, one per token, which its clip is around."""
+
     def __init__(
         self,
         *,
@@ -146,10 +156,12 @@ class Completion(_message.Message):
         advantages: _abc.Iterable[_builtins.float] | None = ...,
         proximal_logprobs: _abc.Iterable[_builtins.float] | None = ...,
         reference_logprobs: _abc.Iterable[_builtins.float] | None = ...,
+        returns: _abc.Iterable[_builtins.float] | None = ...,
+        values: _abc.Iterable[_builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["advantage", b"advantage", "advantages", b"advantages", "behaviour_logprobs", b"behaviour_logprobs", "mask", b"mask", "proximal_logprobs", b"proximal_logprobs", "reference_logprobs", b"reference_logprobs", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["advantage", b"advantage", "advantages", b"advantages", "behaviour_logprobs", b"behaviour_logprobs", "mask", b"mask", "proximal_logprobs", b"proximal_logprobs", "reference_logprobs", b"reference_logprobs", "returns", b"returns", "token_ids", b"token_ids", "values", b"values"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -205,6 +217,8 @@ class LossConfig(_message.Message):
     KL_ESTIMATOR_FIELD_NUMBER: _builtins.int
     DUAL_CLIP_BOUND_FIELD_NUMBER: _builtins.int
     OWN_REFERENCE_FIELD_NUMBER: _builtins.int
+    VALUE_COEFFICIENT_FIELD_NUMBER: _builtins.int
+    VALUE_CLIP_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """"ppo", "reinforce", "cispo", "gspo", "gspo_token", "importance_sampling", "cross_entropy", "dual_clip",
     "decoupled_ppo", "dro".
@@ -239,6 +253,10 @@ class LossConfig(_message.Message):
     """Tokens without a reference log-prob of their own take that of the learner's reference: for an adapter the model
     without it, else the weights of the first ForwardBackward with this flag, which the learner keeps.
     """
+    value_coefficient: _builtins.float
+    """Weight of the critic's loss on tokens with `returns`; above 0 the learner has a value head on its last hidden states."""
+    value_clip: _builtins.float
+    """How far a value counts as moved from the one at the start of the step; 0 bounds nothing."""
     def __init__(
         self,
         *,
@@ -256,10 +274,12 @@ class LossConfig(_message.Message):
         kl_estimator: _builtins.str = ...,
         dual_clip_bound: _builtins.float = ...,
         own_reference: _builtins.bool = ...,
+        value_coefficient: _builtins.float = ...,
+        value_clip: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["aggregation", b"aggregation", "clip_high", b"clip_high", "clip_low", b"clip_low", "constant_length", b"constant_length", "correction_per_sequence", b"correction_per_sequence", "dro_beta", b"dro_beta", "dual_clip_bound", b"dual_clip_bound", "kl_coefficient", b"kl_coefficient", "kl_estimator", b"kl_estimator", "mis_high", b"mis_high", "mis_low", b"mis_low", "name", b"name", "own_reference", b"own_reference", "tis_cap", b"tis_cap"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["aggregation", b"aggregation", "clip_high", b"clip_high", "clip_low", b"clip_low", "constant_length", b"constant_length", "correction_per_sequence", b"correction_per_sequence", "dro_beta", b"dro_beta", "dual_clip_bound", b"dual_clip_bound", "kl_coefficient", b"kl_coefficient", "kl_estimator", b"kl_estimator", "mis_high", b"mis_high", "mis_low", b"mis_low", "name", b"name", "own_reference", b"own_reference", "tis_cap", b"tis_cap", "value_clip", b"value_clip", "value_coefficient", b"value_coefficient"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -422,6 +442,8 @@ class ForwardBackwardResponse(_message.Message):
     SECONDS_FIELD_NUMBER: _builtins.int
     OUTPUTS_FIELD_NUMBER: _builtins.int
     KL_REFERENCE_FIELD_NUMBER: _builtins.int
+    VALUE_LOSS_FIELD_NUMBER: _builtins.int
+    EXPLAINED_VARIANCE_FIELD_NUMBER: _builtins.int
     loss: _builtins.float
     """Loss after aggregation."""
     tokens: _builtins.int
@@ -438,6 +460,10 @@ class ForwardBackwardResponse(_message.Message):
     """Seconds of compute."""
     kl_reference: _builtins.float
     """Mean of the estimate k3 of the KL to the reference, over the tokens that have one."""
+    value_loss: _builtins.float
+    """The critic's loss, before its coefficient."""
+    explained_variance: _builtins.float
+    """1 - Var(return - value) / Var(return), of the values that came with the batch."""
     @_builtins.property
     def outputs(self) -> _containers.RepeatedCompositeFieldContainer[Global___DatumOutput]:
         """One per datum, in their order."""
@@ -454,10 +480,12 @@ class ForwardBackwardResponse(_message.Message):
         seconds: _builtins.float = ...,
         outputs: _abc.Iterable[Global___DatumOutput] | None = ...,
         kl_reference: _builtins.float = ...,
+        value_loss: _builtins.float = ...,
+        explained_variance: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["clip_fraction", b"clip_fraction", "entropy", b"entropy", "kl_reference", b"kl_reference", "kl_sample_train", b"kl_sample_train", "loss", b"loss", "max_logprob_gap", b"max_logprob_gap", "outputs", b"outputs", "seconds", b"seconds", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["clip_fraction", b"clip_fraction", "entropy", b"entropy", "explained_variance", b"explained_variance", "kl_reference", b"kl_reference", "kl_sample_train", b"kl_sample_train", "loss", b"loss", "max_logprob_gap", b"max_logprob_gap", "outputs", b"outputs", "seconds", b"seconds", "tokens", b"tokens", "value_loss", b"value_loss"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -479,6 +507,7 @@ class OptimStepRequest(_message.Message):
     MAX_GRAD_NORM_FIELD_NUMBER: _builtins.int
     RESET_OPTIMIZER_FIELD_NUMBER: _builtins.int
     ADAPTER_FIELD_NUMBER: _builtins.int
+    CRITIC_LEARNING_RATE_FIELD_NUMBER: _builtins.int
     op_id: _builtins.int
     """Operation number."""
     model_id: _builtins.str
@@ -499,6 +528,8 @@ class OptimStepRequest(_message.Message):
     """True forgets the optimizer's moments before the step (start of another stage)."""
     adapter: _builtins.str
     """Adapter to step; empty is the model itself. `op_id` counts the adapter's operations."""
+    critic_learning_rate: _builtins.float
+    """Learning rate of the critic's head."""
     def __init__(
         self,
         *,
@@ -512,10 +543,11 @@ class OptimStepRequest(_message.Message):
         max_grad_norm: _builtins.float = ...,
         reset_optimizer: _builtins.bool = ...,
         adapter: _builtins.str = ...,
+        critic_learning_rate: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "beta1", b"beta1", "beta2", b"beta2", "eps", b"eps", "learning_rate", b"learning_rate", "max_grad_norm", b"max_grad_norm", "model_id", b"model_id", "op_id", b"op_id", "reset_optimizer", b"reset_optimizer", "weight_decay", b"weight_decay"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "beta1", b"beta1", "beta2", b"beta2", "critic_learning_rate", b"critic_learning_rate", "eps", b"eps", "learning_rate", b"learning_rate", "max_grad_norm", b"max_grad_norm", "model_id", b"model_id", "op_id", b"op_id", "reset_optimizer", b"reset_optimizer", "weight_decay", b"weight_decay"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -567,12 +599,15 @@ class ForwardRequest(_message.Message):
     DATUMS_FIELD_NUMBER: _builtins.int
     LOSS_FIELD_NUMBER: _builtins.int
     REFERENCE_FIELD_NUMBER: _builtins.int
+    VALUES_FIELD_NUMBER: _builtins.int
     model_id: _builtins.str
     """Model id."""
     adapter: _builtins.str
     """Adapter that answers; empty is the model itself."""
     reference: _builtins.bool
     """Whether the learner's own reference answers (LossConfig.own_reference); before one is kept, the present weights."""
+    values: _builtins.bool
+    """Whether the critic's values stand in the place of log-probs; before there is a critic they are 0."""
     @_builtins.property
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___PromptGroup]:
         """The batch; advantages are ignored."""
@@ -594,10 +629,11 @@ class ForwardRequest(_message.Message):
         datums: _abc.Iterable[Global___Datum] | None = ...,
         loss: Global___LossConfig | None = ...,
         reference: _builtins.bool = ...,
+        values: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["loss", b"loss"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "datums", b"datums", "groups", b"groups", "loss", b"loss", "model_id", b"model_id", "reference", b"reference"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "datums", b"datums", "groups", b"groups", "loss", b"loss", "model_id", b"model_id", "reference", b"reference", "values", b"values"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -445,6 +445,11 @@ class RlConfig(_message.Message):
     KL_ESTIMATOR_FIELD_NUMBER: _builtins.int
     CURRICULUM_FIELD_NUMBER: _builtins.int
     KL_IN_FIELD_NUMBER: _builtins.int
+    GAE_LAMBDA_FIELD_NUMBER: _builtins.int
+    GAMMA_FIELD_NUMBER: _builtins.int
+    CRITIC_LEARNING_RATE_FIELD_NUMBER: _builtins.int
+    VALUE_COEFFICIENT_FIELD_NUMBER: _builtins.int
+    VALUE_CLIP_FIELD_NUMBER: _builtins.int
     algorithm: _builtins.str
     """Advantage estimator, for example "grpo"."""
     loss: _builtins.str
@@ -515,6 +520,16 @@ class RlConfig(_message.Message):
     """Which problems are asked: "none" (one after the other) or "pass_rate"."""
     kl_in: _builtins.str
     """Where that KL counts: "loss" or "reward"."""
+    gae_lambda: _builtins.float
+    """With algorithm "gae": weight of later temporal differences in an advantage."""
+    gamma: _builtins.float
+    """With algorithm "gae": discount of a reward per token."""
+    critic_learning_rate: _builtins.float
+    """With algorithm "gae": learning rate of the critic's head."""
+    value_coefficient: _builtins.float
+    """With algorithm "gae": weight of the critic's loss."""
+    value_clip: _builtins.float
+    """With algorithm "gae": how far a value counts as moved from the one at the start of the step; 0 bounds nothing."""
     def __init__(
         self,
         *,
@@ -553,10 +568,15 @@ class RlConfig(_message.Message):
         kl_estimator: _builtins.str | None = ...,
         curriculum: _builtins.str | None = ...,
         kl_in: _builtins.str | None = ...,
+        gae_lambda: _builtins.float | None = ...,
+        gamma: _builtins.float | None = ...,
+        critic_learning_rate: _builtins.float | None = ...,
+        value_coefficient: _builtins.float | None = ...,
+        value_clip: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_algorithm", b"_algorithm", "_audit_share", b"_audit_share", "_batch_size", b"_batch_size", "_clip_high", b"_clip_high", "_clip_low", b"_clip_low", "_correction_lag", b"_correction_lag", "_curriculum", b"_curriculum", "_final_lr_fraction", b"_final_lr_fraction", "_full_cpu_seconds", b"_full_cpu_seconds", "_groups_per_step", b"_groups_per_step", "_in_flight", b"_in_flight", "_kl_coefficient", b"_kl_coefficient", "_kl_estimator", b"_kl_estimator", "_kl_in", b"_kl_in", "_learning_rate", b"_learning_rate", "_loss", b"_loss", "_max_grad_norm", b"_max_grad_norm", "_max_lag", b"_max_lag", "_max_tokens", b"_max_tokens", "_no_progress_seconds", b"_no_progress_seconds", "_overlong_buffer", b"_overlong_buffer", "_overlong_penalty", b"_overlong_penalty", "_oversampling", b"_oversampling", "_ramp_steps", b"_ramp_steps", "_release", b"_release", "_rule", b"_rule", "_samples_per_group", b"_samples_per_group", "_staleness", b"_staleness", "_steps", b"_steps", "_surrogate", b"_surrogate", "_temperature", b"_temperature", "_tis_cap", b"_tis_cap", "_tolerated_error", b"_tolerated_error", "_verifier", b"_verifier", "_verify_seconds", b"_verify_seconds", "algorithm", b"algorithm", "audit_share", b"audit_share", "batch_size", b"batch_size", "clip_high", b"clip_high", "clip_low", b"clip_low", "correction_lag", b"correction_lag", "curriculum", b"curriculum", "final_lr_fraction", b"final_lr_fraction", "full_cpu_seconds", b"full_cpu_seconds", "groups_per_step", b"groups_per_step", "in_flight", b"in_flight", "kl_coefficient", b"kl_coefficient", "kl_estimator", b"kl_estimator", "kl_in", b"kl_in", "learning_rate", b"learning_rate", "loss", b"loss", "max_grad_norm", b"max_grad_norm", "max_lag", b"max_lag", "max_tokens", b"max_tokens", "no_progress_seconds", b"no_progress_seconds", "overlong_buffer", b"overlong_buffer", "overlong_penalty", b"overlong_penalty", "oversampling", b"oversampling", "ramp_steps", b"ramp_steps", "release", b"release", "rule", b"rule", "samples_per_group", b"samples_per_group", "staleness", b"staleness", "steps", b"steps", "surrogate", b"surrogate", "temperature", b"temperature", "tis_cap", b"tis_cap", "tolerated_error", b"tolerated_error", "verifier", b"verifier", "verify_seconds", b"verify_seconds"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_algorithm", b"_algorithm", "_audit_share", b"_audit_share", "_batch_size", b"_batch_size", "_clip_high", b"_clip_high", "_clip_low", b"_clip_low", "_correction_lag", b"_correction_lag", "_critic_learning_rate", b"_critic_learning_rate", "_curriculum", b"_curriculum", "_final_lr_fraction", b"_final_lr_fraction", "_full_cpu_seconds", b"_full_cpu_seconds", "_gae_lambda", b"_gae_lambda", "_gamma", b"_gamma", "_groups_per_step", b"_groups_per_step", "_in_flight", b"_in_flight", "_kl_coefficient", b"_kl_coefficient", "_kl_estimator", b"_kl_estimator", "_kl_in", b"_kl_in", "_learning_rate", b"_learning_rate", "_loss", b"_loss", "_max_grad_norm", b"_max_grad_norm", "_max_lag", b"_max_lag", "_max_tokens", b"_max_tokens", "_no_progress_seconds", b"_no_progress_seconds", "_overlong_buffer", b"_overlong_buffer", "_overlong_penalty", b"_overlong_penalty", "_oversampling", b"_oversampling", "_ramp_steps", b"_ramp_steps", "_release", b"_release", "_rule", b"_rule", "_samples_per_group", b"_samples_per_group", "_staleness", b"_staleness", "_steps", b"_steps", "_surrogate", b"_surrogate", "_temperature", b"_temperature", "_tis_cap", b"_tis_cap", "_tolerated_error", b"_tolerated_error", "_value_clip", b"_value_clip", "_value_coefficient", b"_value_coefficient", "_verifier", b"_verifier", "_verify_seconds", b"_verify_seconds", "algorithm", b"algorithm", "audit_share", b"audit_share", "batch_size", b"batch_size", "clip_high", b"clip_high", "clip_low", b"clip_low", "correction_lag", b"correction_lag", "critic_learning_rate", b"critic_learning_rate", "curriculum", b"curriculum", "final_lr_fraction", b"final_lr_fraction", "full_cpu_seconds", b"full_cpu_seconds", "gae_lambda", b"gae_lambda", "gamma", b"gamma", "groups_per_step", b"groups_per_step", "in_flight", b"in_flight", "kl_coefficient", b"kl_coefficient", "kl_estimator", b"kl_estimator", "kl_in", b"kl_in", "learning_rate", b"learning_rate", "loss", b"loss", "max_grad_norm", b"max_grad_norm", "max_lag", b"max_lag", "max_tokens", b"max_tokens", "no_progress_seconds", b"no_progress_seconds", "overlong_buffer", b"overlong_buffer", "overlong_penalty", b"overlong_penalty", "oversampling", b"oversampling", "ramp_steps", b"ramp_steps", "release", b"release", "rule", b"rule", "samples_per_group", b"samples_per_group", "staleness", b"staleness", "steps", b"steps", "surrogate", b"surrogate", "temperature", b"temperature", "tis_cap", b"tis_cap", "tolerated_error", b"tolerated_error", "value_clip", b"value_clip", "value_coefficient", b"value_coefficient", "verifier", b"verifier", "verify_seconds", b"verify_seconds"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_algorithm", b"_algorithm", "_audit_share", b"_audit_share", "_batch_size", b"_batch_size", "_clip_high", b"_clip_high", "_clip_low", b"_clip_low", "_correction_lag", b"_correction_lag", "_curriculum", b"_curriculum", "_final_lr_fraction", b"_final_lr_fraction", "_full_cpu_seconds", b"_full_cpu_seconds", "_groups_per_step", b"_groups_per_step", "_in_flight", b"_in_flight", "_kl_coefficient", b"_kl_coefficient", "_kl_estimator", b"_kl_estimator", "_kl_in", b"_kl_in", "_learning_rate", b"_learning_rate", "_loss", b"_loss", "_max_grad_norm", b"_max_grad_norm", "_max_lag", b"_max_lag", "_max_tokens", b"_max_tokens", "_no_progress_seconds", b"_no_progress_seconds", "_overlong_buffer", b"_overlong_buffer", "_overlong_penalty", b"_overlong_penalty", "_oversampling", b"_oversampling", "_ramp_steps", b"_ramp_steps", "_release", b"_release", "_rule", b"_rule", "_samples_per_group", b"_samples_per_group", "_staleness", b"_staleness", "_steps", b"_steps", "_surrogate", b"_surrogate", "_temperature", b"_temperature", "_tis_cap", b"_tis_cap", "_tolerated_error", b"_tolerated_error", "_verifier", b"_verifier", "_verify_seconds", b"_verify_seconds", "algorithm", b"algorithm", "audit_share", b"audit_share", "batch_size", b"batch_size", "clip_high", b"clip_high", "clip_low", b"clip_low", "correction_lag", b"correction_lag", "curriculum", b"curriculum", "final_lr_fraction", b"final_lr_fraction", "full_cpu_seconds", b"full_cpu_seconds", "groups_per_step", b"groups_per_step", "in_flight", b"in_flight", "kl_coefficient", b"kl_coefficient", "kl_estimator", b"kl_estimator", "kl_in", b"kl_in", "learning_rate", b"learning_rate", "loss", b"loss", "max_grad_norm", b"max_grad_norm", "max_lag", b"max_lag", "max_tokens", b"max_tokens", "no_progress_seconds", b"no_progress_seconds", "overlong_buffer", b"overlong_buffer", "overlong_penalty", b"overlong_penalty", "oversampling", b"oversampling", "ramp_steps", b"ramp_steps", "release", b"release", "rule", b"rule", "samples_per_group", b"samples_per_group", "staleness", b"staleness", "steps", b"steps", "surrogate", b"surrogate", "temperature", b"temperature", "tis_cap", b"tis_cap", "tolerated_error", b"tolerated_error", "verifier", b"verifier", "verify_seconds", b"verify_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_algorithm", b"_algorithm", "_audit_share", b"_audit_share", "_batch_size", b"_batch_size", "_clip_high", b"_clip_high", "_clip_low", b"_clip_low", "_correction_lag", b"_correction_lag", "_critic_learning_rate", b"_critic_learning_rate", "_curriculum", b"_curriculum", "_final_lr_fraction", b"_final_lr_fraction", "_full_cpu_seconds", b"_full_cpu_seconds", "_gae_lambda", b"_gae_lambda", "_gamma", b"_gamma", "_groups_per_step", b"_groups_per_step", "_in_flight", b"_in_flight", "_kl_coefficient", b"_kl_coefficient", "_kl_estimator", b"_kl_estimator", "_kl_in", b"_kl_in", "_learning_rate", b"_learning_rate", "_loss", b"_loss", "_max_grad_norm", b"_max_grad_norm", "_max_lag", b"_max_lag", "_max_tokens", b"_max_tokens", "_no_progress_seconds", b"_no_progress_seconds", "_overlong_buffer", b"_overlong_buffer", "_overlong_penalty", b"_overlong_penalty", "_oversampling", b"_oversampling", "_ramp_steps", b"_ramp_steps", "_release", b"_release", "_rule", b"_rule", "_samples_per_group", b"_samples_per_group", "_staleness", b"_staleness", "_steps", b"_steps", "_surrogate", b"_surrogate", "_temperature", b"_temperature", "_tis_cap", b"_tis_cap", "_tolerated_error", b"_tolerated_error", "_value_clip", b"_value_clip", "_value_coefficient", b"_value_coefficient", "_verifier", b"_verifier", "_verify_seconds", b"_verify_seconds", "algorithm", b"algorithm", "audit_share", b"audit_share", "batch_size", b"batch_size", "clip_high", b"clip_high", "clip_low", b"clip_low", "correction_lag", b"correction_lag", "critic_learning_rate", b"critic_learning_rate", "curriculum", b"curriculum", "final_lr_fraction", b"final_lr_fraction", "full_cpu_seconds", b"full_cpu_seconds", "gae_lambda", b"gae_lambda", "gamma", b"gamma", "groups_per_step", b"groups_per_step", "in_flight", b"in_flight", "kl_coefficient", b"kl_coefficient", "kl_estimator", b"kl_estimator", "kl_in", b"kl_in", "learning_rate", b"learning_rate", "loss", b"loss", "max_grad_norm", b"max_grad_norm", "max_lag", b"max_lag", "max_tokens", b"max_tokens", "no_progress_seconds", b"no_progress_seconds", "overlong_buffer", b"overlong_buffer", "overlong_penalty", b"overlong_penalty", "oversampling", b"oversampling", "ramp_steps", b"ramp_steps", "release", b"release", "rule", b"rule", "samples_per_group", b"samples_per_group", "staleness", b"staleness", "steps", b"steps", "surrogate", b"surrogate", "temperature", b"temperature", "tis_cap", b"tis_cap", "tolerated_error", b"tolerated_error", "value_clip", b"value_clip", "value_coefficient", b"value_coefficient", "verifier", b"verifier", "verify_seconds", b"verify_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__algorithm: _TypeAlias = _typing.Literal["algorithm"]  # noqa: Y015
     _WhichOneofArgType__algorithm: _TypeAlias = _typing.Literal["_algorithm", b"_algorithm"]  # noqa: Y015
@@ -570,12 +590,18 @@ class RlConfig(_message.Message):
     _WhichOneofArgType__clip_low: _TypeAlias = _typing.Literal["_clip_low", b"_clip_low"]  # noqa: Y015
     _WhichOneofReturnType__correction_lag: _TypeAlias = _typing.Literal["correction_lag"]  # noqa: Y015
     _WhichOneofArgType__correction_lag: _TypeAlias = _typing.Literal["_correction_lag", b"_correction_lag"]  # noqa: Y015
+    _WhichOneofReturnType__critic_learning_rate: _TypeAlias = _typing.Literal["critic_learning_rate"]  # noqa: Y015
+    _WhichOneofArgType__critic_learning_rate: _TypeAlias = _typing.Literal["_critic_learning_rate", b"_critic_learning_rate"]  # noqa: Y015
     _WhichOneofReturnType__curriculum: _TypeAlias = _typing.Literal["curriculum"]  # noqa: Y015
     _WhichOneofArgType__curriculum: _TypeAlias = _typing.Literal["_curriculum", b"_curriculum"]  # noqa: Y015
     _WhichOneofReturnType__final_lr_fraction: _TypeAlias = _typing.Literal["final_lr_fraction"]  # noqa: Y015
     _WhichOneofArgType__final_lr_fraction: _TypeAlias = _typing.Literal["_final_lr_fraction", b"_final_lr_fraction"]  # noqa: Y015
     _WhichOneofReturnType__full_cpu_seconds: _TypeAlias = _typing.Literal["full_cpu_seconds"]  # noqa: Y015
     _WhichOneofArgType__full_cpu_seconds: _TypeAlias = _typing.Literal["_full_cpu_seconds", b"_full_cpu_seconds"]  # noqa: Y015
+    _WhichOneofReturnType__gae_lambda: _TypeAlias = _typing.Literal["gae_lambda"]  # noqa: Y015
+    _WhichOneofArgType__gae_lambda: _TypeAlias = _typing.Literal["_gae_lambda", b"_gae_lambda"]  # noqa: Y015
+    _WhichOneofReturnType__gamma: _TypeAlias = _typing.Literal["gamma"]  # noqa: Y015
+    _WhichOneofArgType__gamma: _TypeAlias = _typing.Literal["_gamma", b"_gamma"]  # noqa: Y015
     _WhichOneofReturnType__groups_per_step: _TypeAlias = _typing.Literal["groups_per_step"]  # noqa: Y015
     _WhichOneofArgType__groups_per_step: _TypeAlias = _typing.Literal["_groups_per_step", b"_groups_per_step"]  # noqa: Y015
     _WhichOneofReturnType__in_flight: _TypeAlias = _typing.Literal["in_flight"]  # noqa: Y015
@@ -624,6 +650,10 @@ class RlConfig(_message.Message):
     _WhichOneofArgType__tis_cap: _TypeAlias = _typing.Literal["_tis_cap", b"_tis_cap"]  # noqa: Y015
     _WhichOneofReturnType__tolerated_error: _TypeAlias = _typing.Literal["tolerated_error"]  # noqa: Y015
     _WhichOneofArgType__tolerated_error: _TypeAlias = _typing.Literal["_tolerated_error", b"_tolerated_error"]  # noqa: Y015
+    _WhichOneofReturnType__value_clip: _TypeAlias = _typing.Literal["value_clip"]  # noqa: Y015
+    _WhichOneofArgType__value_clip: _TypeAlias = _typing.Literal["_value_clip", b"_value_clip"]  # noqa: Y015
+    _WhichOneofReturnType__value_coefficient: _TypeAlias = _typing.Literal["value_coefficient"]  # noqa: Y015
+    _WhichOneofArgType__value_coefficient: _TypeAlias = _typing.Literal["_value_coefficient", b"_value_coefficient"]  # noqa: Y015
     _WhichOneofReturnType__verifier: _TypeAlias = _typing.Literal["verifier"]  # noqa: Y015
     _WhichOneofArgType__verifier: _TypeAlias = _typing.Literal["_verifier", b"_verifier"]  # noqa: Y015
     _WhichOneofReturnType__verify_seconds: _TypeAlias = _typing.Literal["verify_seconds"]  # noqa: Y015
@@ -641,11 +671,17 @@ class RlConfig(_message.Message):
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__correction_lag) -> _WhichOneofReturnType__correction_lag | None: ...
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__critic_learning_rate) -> _WhichOneofReturnType__critic_learning_rate | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__curriculum) -> _WhichOneofReturnType__curriculum | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__final_lr_fraction) -> _WhichOneofReturnType__final_lr_fraction | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__full_cpu_seconds) -> _WhichOneofReturnType__full_cpu_seconds | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__gae_lambda) -> _WhichOneofReturnType__gae_lambda | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__gamma) -> _WhichOneofReturnType__gamma | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__groups_per_step) -> _WhichOneofReturnType__groups_per_step | None: ...
     @_typing.overload
@@ -694,6 +730,10 @@ class RlConfig(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__tis_cap) -> _WhichOneofReturnType__tis_cap | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__tolerated_error) -> _WhichOneofReturnType__tolerated_error | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__value_clip) -> _WhichOneofReturnType__value_clip | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__value_coefficient) -> _WhichOneofReturnType__value_coefficient | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__verifier) -> _WhichOneofReturnType__verifier | None: ...
     @_typing.overload

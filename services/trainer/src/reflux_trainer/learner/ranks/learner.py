@@ -3,6 +3,7 @@
 import time
 from collections.abc import Sequence
 
+from reflux_kit.errors import WrongState
 from reflux_model.config import ModelConfig
 from reflux_model.parameters import Parameters
 from reflux_trainer.learner.figures import BatchSums
@@ -10,6 +11,7 @@ from reflux_trainer.learner.lora import LoraAdapter
 from reflux_trainer.learner.ops import BatchFigures, GroupData, LossSpec, StepFigures, StepSpec
 from reflux_trainer.learner.ranks.group import RankGroup
 
+_NO_CRITIC = "a critic needs a learner of one rank: set REFLUX_LEARNER_RANKS to 1"
 _SCORING = LossSpec(name="cross_entropy")
 
 
@@ -35,6 +37,8 @@ class ShardedLearner:
         self, groups: Sequence[GroupData], loss: LossSpec, micro_batch: int = 0, *, outputs: bool = False
     ) -> BatchFigures:
         """See `Learner`; micro-batches are dealt to the ranks."""
+        if loss.value_coefficient > 0:
+            raise WrongState(_NO_CRITIC)
         started = time.perf_counter()
         sums = self._merged("forward_backward", groups, loss, micro_batch)
         return sums.figures(time.perf_counter() - started, outputs=outputs)
@@ -55,9 +59,12 @@ class ShardedLearner:
         micro_batch: int = 0,
         *,
         reference: bool = False,
+        values: bool = False,
     ) -> BatchFigures:
-        """See `Learner`; a sharded model has no adapters."""
+        """See `Learner`; a sharded model has neither adapters nor a critic."""
         assert adapter is None
+        if values:
+            raise WrongState(_NO_CRITIC)
         started = time.perf_counter()
         sums = self._merged("rescored", groups, loss or _SCORING, micro_batch, reference)
         return sums.figures(time.perf_counter() - started, outputs=True)
