@@ -3,14 +3,13 @@
 Operators and services have no tenant: they see all runs, and no quota binds them.
 """
 
-import tomllib
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from reflux_kit import auth
-from reflux_kit.errors import CapacityExhausted, NotFound, PermissionDenied, StartupError
+from reflux_kit.errors import CapacityExhausted, NotFound, PermissionDenied
+from reflux_kit.keys import read_toml
 from reflux_runs.config import RunConfig
 from reflux_trainer.records import RunRecord
 
@@ -73,13 +72,4 @@ def load_tenancy(path: str) -> Tenancy:
     """Reads a TOML file of `[tenants.NAME]` tables; an empty path gives no quotas. Raises StartupError."""
     if not path:
         return Tenancy()
-    try:
-        with Path(path).open("rb") as file:
-            return Tenancy(_TenantsFile.model_validate(tomllib.load(file)).tenants)
-    except OSError as error:
-        raise StartupError(f"the file of tenants {path} cannot be read: {error.strerror}") from None
-    except tomllib.TOMLDecodeError as error:
-        raise StartupError(f"the file of tenants {path} is not TOML: {error}") from None
-    except ValidationError as error:
-        first = error.errors(include_input=False)[0]
-        raise StartupError(f"the file of tenants {path}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+    return Tenancy(read_toml(path, _TenantsFile, "tenants").tenants)

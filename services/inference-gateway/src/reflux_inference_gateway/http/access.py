@@ -3,10 +3,11 @@
 import time
 from dataclasses import dataclass
 
-from reflux_inference_gateway.http.keys import ApiKey, KeyRing
+from reflux_inference_gateway.http.keys import ApiKey
 from reflux_inference_gateway.openai_errors import ApiError
 from reflux_kit import auth, scope
 from reflux_kit.errors import PermissionDenied, Unauthenticated
+from reflux_kit.keys import KeyRing
 
 _BEARER = b"Bearer "
 _REMEMBERED_SECONDS = 30.0
@@ -47,7 +48,7 @@ class Access:
     request. An expired one is refused up to 30 s late.
     """
 
-    def __init__(self, stack_secret: str, keys: KeyRing) -> None:
+    def __init__(self, stack_secret: str, keys: KeyRing[ApiKey]) -> None:
         self._secret = stack_secret
         self._keys = keys
         self._verified: dict[bytes, tuple[float, Caller]] = {}
