@@ -132,6 +132,23 @@ async def test_what_begins_is_held_back_while_what_goes_on_passes_whatever_else_
         assert len(await asyncio.wait_for(begins, 10)) == 3
 
 
+async def test_beginnings_that_are_held_on_a_lease_go_on_when_it_is_over():
+    beginnings = {"model_id": "m", "mode": pb.PauseFleetRequest.MODE_BEGINNINGS}
+    engine = Stoppable()
+    async with gateway() as door, engine_server(engine) as address:
+        await door.register("a", grpc_address=address)
+        for wrong in (-1.0, float("nan"), 1e9):
+            with pytest.raises(grpc.aio.AioRpcError, match="lease_seconds"):
+                await door.stub.PauseFleet(pb.PauseFleetRequest(lease_seconds=wrong, **beginnings), timeout=5)
+        await door.stub.PauseFleet(pb.PauseFleetRequest(lease_seconds=0.5, **beginnings), timeout=5)
+        begins = asyncio.create_task(answers(door.stub.GenerateGroup(long_group("begins"), timeout=30)))
+        await asyncio.sleep(0.1)
+        assert not begins.done()
+        assert len(await asyncio.wait_for(begins, 10)) == 3
+        watched = await door.stub.WatchFleet(pb.WatchFleetRequest(), timeout=10).read()
+        assert list(watched.held_back_models) == []
+
+
 async def test_an_abort_in_the_pause_delivers_the_tokens_so_far():
     engine = Stoppable(stops_at=2)
     async with gateway() as door, engine_server(engine) as address:

@@ -1,5 +1,8 @@
-"""The fleet's pause and the ledger that proves it lost nothing. Pure."""
+"""The fleet's pause and the ledger that proves it lost nothing. Pure but for its clock."""
 
+import math
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 ALL_MODELS = "*"
@@ -37,7 +40,9 @@ class Fleet:
     ledger: Ledger = field(default_factory=Ledger)
     _paused: set[str] = field(default_factory=set)
     _parked: set[str] = field(default_factory=set)
-    _held_back: set[str] = field(default_factory=set)
+    clock: Callable[[], float] = time.monotonic
+    _held_back: dict[str, float] = field(default_factory=dict)
+    """Models of which nothing begins, and until when."""
     _held_by_model: dict[str, int] = field(default_factory=dict)
     _running_by_model: dict[str, int] = field(default_factory=dict)
 
@@ -47,8 +52,11 @@ class Fleet:
 
     def holds(self, model_id: str, *, begins: bool) -> bool:
         """True when a request of the model is held that begins something, or goes on with something."""
-        held_back = ALL_MODELS in self._held_back or model_id in self._held_back
-        return self.is_paused(model_id) or (begins and held_back)
+        return self.is_paused(model_id) or (begins and self._is_held_back(model_id))
+
+    def _is_held_back(self, model_id: str) -> bool:
+        ends = [self._held_back[name] for name in (ALL_MODELS, model_id) if name in self._held_back]
+        return bool(ends) and self.clock() < max(ends)
 
     def paused_models(self) -> list[str]:
         """Paused models in alphabetical order; "*" stands for all."""
@@ -56,7 +64,7 @@ class Fleet:
 
     def held_back_models(self) -> list[str]:
         """Models of which nothing new begins, in alphabetical order; "*" stands for all."""
-        return sorted(self._held_back)
+        return sorted(name for name, end in self._held_back.items() if self.clock() < end)
 
     def enter(self, model_id: str) -> None:
         """Takes a request in; raises FleetPaused when too many are held. It counts as held until `run`."""
@@ -105,14 +113,14 @@ class Fleet:
             self._parked.add(model_id or ALL_MODELS)
         return self.running(model_id)
 
-    def hold_back(self, model_id: str = "") -> None:
-        """Holds what begins, of a model (of all when empty); what goes on with something passes."""
-        self._held_back.add(model_id or ALL_MODELS)
+    def hold_back(self, model_id: str = "", seconds: float = math.inf) -> None:
+        """Holds what begins, of a model (of all when empty), for so long; what goes on with something passes."""
+        self._held_back[model_id or ALL_MODELS] = self.clock() + seconds
 
     def let_begin(self, model_id: str = "") -> int:
         """Ends `hold_back`; returns how many requests are held that no pause holds."""
         if model_id:
-            self._held_back.discard(model_id)
+            self._held_back.pop(model_id, None)
         else:
             self._held_back.clear()
         held = self._held_by_model.items()

@@ -1,5 +1,7 @@
 """The gRPC face of the gateway: translates messages, delegates, holds no policy."""
 
+import asyncio
+import math
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from typing import Any
@@ -16,6 +18,7 @@ from reflux_inference_gateway.wire import (
     ledger_message,
     parse_abort,
     parse_group,
+    parse_lease,
     parse_replica,
     parse_replica_name,
     replica_message,
@@ -103,7 +106,10 @@ class InferenceGatewayServicer(InferenceGatewayServiceServicer):
     async def PauseFleet(self, request: pb.PauseFleetRequest, context: Any) -> pb.PauseFleetResponse:
         fleet = self._dispatcher.fleet
         if request.mode == request.MODE_BEGINNINGS:
-            fleet.hold_back(request.model_id)
+            seconds = parse_lease(request.lease_seconds)
+            fleet.hold_back(request.model_id, seconds)
+            if seconds < math.inf:  # whoever waits looks again when it is over
+                asyncio.get_running_loop().call_later(seconds + 0.01, self._dispatcher.changes.notify)
         else:
             fleet.pause(request.model_id, park=request.mode == request.MODE_PARTIAL)
         self._dispatcher.changes.notify()

@@ -18,6 +18,7 @@ _MAX_TOKENS = 1 << 20
 _MAX_STOPS = 16
 _MAX_LOGPROBS = 20
 _ID = re.compile(r"[\x21-\x7e]{1,256}")
+_MAX_LEASE_SECONDS = 3600
 _REPLICA_NAME = re.compile(r"replicas/[A-Za-z0-9._:-]{1,128}")
 _ROLES = {ReplicaMessage.ROLE_BOTH: Role.BOTH, ReplicaMessage.ROLE_PREFILL: Role.PREFILL}
 _ROLES[ReplicaMessage.ROLE_DECODE] = Role.DECODE
@@ -166,6 +167,15 @@ def parse_replica_name(name: str) -> str:
     if not _REPLICA_NAME.fullmatch(name):
         raise InvalidRequest(f"name must look like replicas/{{replica}}, got {name[:160]!r}", field="name")
     return name
+
+
+def parse_lease(seconds: float) -> float:
+    """How long a hold lasts: for ever when it is 0. Raises InvalidRequest."""
+    if not 0 <= seconds <= _MAX_LEASE_SECONDS:
+        raise InvalidRequest(
+            f"lease_seconds must be from 0 to {_MAX_LEASE_SECONDS}, got {seconds}", field="lease_seconds"
+        )
+    return seconds or math.inf
 
 
 def parse_replica(message: ReplicaMessage) -> ReplicaInfo:

@@ -13,6 +13,7 @@ from reflux_kit.server import Mount, Service, serve
 from reflux_sandbox import metrics
 from reflux_sandbox.code_runner import CodeRunner
 from reflux_sandbox.dispatcher import Dispatcher
+from reflux_sandbox.hold_back import holding_back
 from reflux_sandbox.intake import Intake
 from reflux_sandbox.isolation.choose import open_isolation
 from reflux_sandbox.keys import AnswerKeys
@@ -55,6 +56,7 @@ async def build(settings: SandboxSettings) -> AsyncIterator[Service]:
         servicer = SandboxServicer(settings, store, dispatcher, runner, isolation, intake, reasons)
         ladders = await stack.enter_async_context(open_ladders(settings, client, store, dispatcher, intake))
         sessions = await stack.enter_async_context(open_sessions(settings, isolation))
+        await stack.enter_async_context(holding_back(settings, store.depths))
         yield Service((Mount(servicer, add_SandboxServiceServicer_to_server, SERVICE_NAME), ladders, sessions))
 
 

@@ -51,6 +51,9 @@ class SandboxSettings(ServiceSettings):
     most_queued: int = Field(default=100_000, ge=1)
     """Jobs that may wait per fidelity."""
 
+    hold_groups_above: int = Field(default=0, ge=0)
+    """Waiting jobs above which the gateway holds new groups back, until half of them wait; 0 never does."""
+
     most_stored_bytes: int = Field(default=4 << 30, ge=1 << 20)
     """Payloads and answers of jobs that have not ended, in Redis; equal payloads are stored once."""
 

@@ -441,19 +441,23 @@ class PauseFleetRequest(_message.Message):
 
     MODEL_ID_FIELD_NUMBER: _builtins.int
     MODE_FIELD_NUMBER: _builtins.int
+    LEASE_SECONDS_FIELD_NUMBER: _builtins.int
     model_id: _builtins.str
     """Only this model; empty holds all."""
     mode: Global___PauseFleetRequest.Mode.ValueType
     """What happens to requests that run."""
+    lease_seconds: _builtins.float
+    """MODE_BEGINNINGS: ends by itself after so long, unless it is asked for again; 0 lasts until ResumeFleet."""
     def __init__(
         self,
         *,
         model_id: _builtins.str = ...,
         mode: Global___PauseFleetRequest.Mode.ValueType = ...,
+        lease_seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["mode", b"mode", "model_id", b"model_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_seconds", b"lease_seconds", "mode", b"mode", "model_id", b"model_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
