@@ -97,7 +97,7 @@ class MailboxSession:
         mailbox, key = self._place.mailbox, work_key(verifier, self._info.version, payload, answers)
         request = {"verifier": verifier, "version": self._info.version, "payload": payload, "answers": answers}
         try:
-            await asyncio.to_thread(mailbox.put, key, request)
+            await asyncio.to_thread(mailbox.put, key, request, self._place.lost_seconds)
             self._key = key
             await self._place.submit(key)
             answer = await self._until_answered(key)
@@ -116,6 +116,7 @@ class MailboxSession:
             if sign is None or sign != last_sign:
                 last_sign, last_change = sign, loop.time()
             elif loop.time() - last_change > self._place.lost_seconds:
+                await asyncio.to_thread(mailbox.cancel, key)  # the next one who asks does not wait for this worker
                 raise SessionLost(f"the worker has given no sign of life for {self._place.lost_seconds:g} s")
             await self._place.check(key)
             await asyncio.sleep(pause)

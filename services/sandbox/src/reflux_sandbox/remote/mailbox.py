@@ -43,11 +43,16 @@ class Mailbox:
         """Raises FileNotFoundError while no service has used the folder."""
         return json.loads((self.folder / "node.json").read_text())
 
-    def put(self, key: str, request: dict[str, Any]) -> None:
-        """Asks for the work, unless its result is there or it waits already. Work that a dead worker holds is offered
-        again; a live one that still has it may finish too, with the same result."""
+    def put(self, key: str, request: dict[str, Any], lost_seconds: float = 0.0) -> None:
+        """Asks for the work, unless its result is there, it waits already, or a worker that gave a sign of life within
+        `lost_seconds` has it. Work that was cancelled, or that a dead worker holds, is offered again; a live one that
+        still has it may finish too, with the same result."""
+        given_up = self._path("cancelled", key).exists()
         self._path("cancelled", key).unlink(missing_ok=True)
         if self._path("results", key).exists() or self._path("requests", key).exists():
+            return
+        sign = self.sign_of_life(key)
+        if not given_up and sign is not None and time.time() - sign * 1e-9 < lost_seconds:
             return
         self._write(self._path("requests", key), request)
         self._path("taken", key).unlink(missing_ok=True)

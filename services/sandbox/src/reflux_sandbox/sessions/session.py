@@ -184,6 +184,8 @@ class Session:
 
     async def _status_of_death(self) -> ExecStatus:
         ending = await self.end()
+        if self._ended_cause == _BROKEN:  # whether it was killed or left by itself is a matter of time
+            return "infra_error"
         late = self._ended_cause.startswith(("timeout", "ttl"))
         status = cause(ending, timed_out=late, cpu_limit_seconds=self._cpu_seconds)
         return "exited" if status in ("ok", "nonzero") else status
