@@ -254,8 +254,11 @@ class Exact(FakeCluster):
         machines = self.world.machines
         for grant_id, status in list(self.given.items()):
             if status.state == "waiting" and not self._taken(grant_id):
-                self.given[grant_id] = GrantStatus(grant_id, "granted")
-                for node in self.shares[grant_id].keys() - machines.dead:
+                lost = tuple(sorted(self.shares[grant_id].keys() & machines.dead))
+                self.given[grant_id] = GrantStatus(grant_id, "granted", lost_nodes=lost)
+                for node in lost:
+                    del self.shares[grant_id][node]
+                for node in self.shares[grant_id]:
                     machines.up((node, grant_id))
                     self.world.controller.registered((node, grant_id))
         return dict(self.given)

@@ -152,6 +152,8 @@ class JobDriver:
                 await self._parts.not_given(self._book.get(job.id), part)
                 return False
         job = self._book.get(job.id)
+        if job.state == "PLACED" and job.ending is None and await self._parts.lost_before_start(job):
+            return False
         if job.state != "PLACED" or job.ending is not None or not self._agents_there(job):
             return await self._expired(job, "PLACED")
         # Written before the first start: whoever reads STARTING must expect members to exist.

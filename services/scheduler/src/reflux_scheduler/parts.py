@@ -83,6 +83,17 @@ class Parts:
                 return True
         return False
 
+    async def lost_before_start(self, job: Job) -> bool:
+        """Whether the cluster took a node of a granted part away before the job started there: the part is given up,
+        since no agent will come. Of jobs that were started the controller counts lost nodes."""
+        lost = self._grants.lost_posts()
+        for seat in job.placement.seats() if job.placement is not None else ():
+            if (why := lost.get((seat.node, job.grant_id(seat.part)))) is not None:
+                part = next(part for part in job.parts if part.number == seat.part)
+                await self.give_up(job, part, why)
+                return True
+        return False
+
     async def drop_empty(self, job: Job) -> None:
         """Gives back parts that no member is in."""
         if job.placement is None or job.ending is not None or len(job.parts) < 2:
