@@ -4,7 +4,10 @@ import asyncio
 import hashlib
 
 import aiohttp
-from tinker_world import STEP, done, forward_backward, model_of, sample, sampler_of, session_of
+from tinker_world import STEP, done, forward_backward, model_of, sample, sampled, sampler_of, session_of
+
+from reflux_trainer.tinker import sampling
+from reflux_trainer.tinker.futures import FutureTable
 
 
 async def test_a_request_that_comes_ten_times_runs_once_and_another_one_is_a_conflict(tinker_world):
@@ -148,3 +151,38 @@ async def test_bodies_that_make_no_sense_are_refused_with_the_field(tinker_world
             assert field in answer["error"]
         assert (await tinker_world.post("create_session", {"tags": ["x" * 5000]}))[0] == 413
         assert (await tinker_world.post("no_such_verb", {}))[0] == 404
+
+
+async def test_a_request_that_redis_logged_twice_is_drawn_all_the_same(tinker_world, monkeypatch):
+    submit = FutureTable.submit
+
+    async def twice(self, *arguments, **named):
+        await submit(self, *arguments, **named)
+        return await submit(self, *arguments, **named)
+
+    monkeypatch.setattr(FutureTable, "submit", twice)
+    async with tinker_world.trainer():
+        sampler = await sampler_of(tinker_world, await session_of(tinker_world))
+        _, future = await tinker_world.post("asample", sample(sampler, 0))
+        await sampled(tinker_world, future)
+
+
+async def test_nobody_joins_a_group_whose_last_call_was_cancelled(tinker_world, monkeypatch):
+    monkeypatch.setattr(sampling, "_GATHER_SECONDS", 0.3)
+    async with tinker_world.trainer():
+        sampler = await sampler_of(tinker_world, await session_of(tinker_world))
+        _, first = await tinker_world.post("asample", sample(sampler, 0))
+        await tinker_world.post("cancel_future", {"request_id": first["request_id"]})
+        _, second = await tinker_world.post("asample", sample(sampler, 1))
+        await sampled(tinker_world, second)
+
+
+async def test_the_operation_that_others_wait_behind_is_never_one_too_many(tinker_world):
+    async with tinker_world.trainer(max_pending=2):
+        _, model = await model_of(tinker_world)
+        behind = [await tinker_world.post("optim_step", STEP | {"model_id": model, "seq_id": seq}) for seq in (2, 3)]
+        assert (await tinker_world.post("optim_step", STEP | {"model_id": model, "seq_id": 4}))[0] == 429
+        status, first = await tinker_world.post("optim_step", STEP | {"model_id": model, "seq_id": 1})
+        assert status == 200
+        for future in (first, *(future for _, future in behind)):
+            assert "metrics" in await done(tinker_world, future)

@@ -6,7 +6,7 @@ import aiohttp
 import pytest
 import tinker
 from tinker import types
-from tinker_world import KEY, datum, done, model_of, sample, sampler_of, session_of, train
+from tinker_world import KEY, datum, done, model_of, sample, sampled, sampler_of, session_of, train
 
 from reflux_trainer.tinker.door import Door
 
@@ -19,16 +19,6 @@ async def request(world, method, path, body=None, key=KEY):
         http.request(method, f"{world.http}/api/v1/{path}", json=body) as answer,
     ):
         return answer.status, await answer.json()
-
-
-async def sampled(world, future):
-    """Waits for a sample, whose result is no JSON."""
-    async with asyncio.timeout(20), aiohttp.ClientSession(headers={"x-api-key": KEY}) as http:
-        while True:
-            body = {"request_id": future["request_id"]}
-            async with http.post(f"{world.http}/api/v1/retrieve_future", json=body) as answer:
-                if answer.content_type != "application/json":
-                    return
 
 
 async def saved(world, model, name="mine", seq_id=1):

@@ -187,3 +187,13 @@ def sample(sampler, seq_id, **params):
     prompt = {"chunks": [{"type": "encoded_text", "tokens": [1, 2]}]}
     drawn = {"max_tokens": 3, "temperature": 1.0, "top_k": -1, "top_p": 1.0} | params
     return {"sampling_session_id": sampler, "seq_id": seq_id, "prompt": prompt, "sampling_params": drawn}
+
+
+async def sampled(world, future, key=KEY):
+    """Waits for a sample, whose result is no JSON."""
+    async with asyncio.timeout(20), aiohttp.ClientSession(headers={"x-api-key": key}) as http:
+        while True:
+            body = {"request_id": future["request_id"]}
+            async with http.post(f"{world.http}/api/v1/retrieve_future", json=body) as answer:
+                if answer.content_type != "application/json":
+                    return

@@ -80,8 +80,9 @@ class Door:
 
     async def _draw(self, sampler: Sampler, seq_id: int) -> None:
         found = await self._futures.payload(sampler.sampler_id, seq_id)
-        if found is not None:
-            self.desks.of(sampler.base_model).sampling.add(open_call(sampler, seq_id, found[1]))
+        desk = self.desks.of(sampler.base_model).sampling
+        if found is not None and desk.find(sampler.sampler_id, seq_id) is None:
+            desk.add(open_call(sampler, seq_id, found[1]))
 
     async def _sweep(self) -> None:
         silence = self.settings.session_seconds
@@ -195,7 +196,8 @@ class Door:
         if seq_id < progress.next_seq and await self._futures.get(model.model_id, seq_id) is None:
             raise Conflict(f"operation {seq_id} of {model.model_id} is done, and its result is no longer kept")
         digest = payload if kind in (FORWARD, FORWARD_BACKWARD) else bodies.canonical(payload)
-        await self._futures.submit(tenant, model.model_id, seq_id, kind, payload, digest)
+        awaited = seq_id == progress.next_seq  # what others wait behind is never one too many
+        await self._futures.submit(tenant, model.model_id, seq_id, kind, payload, digest, awaited=awaited)
         self.desks.worker(model).wake()
         return names.request_id(model.model_id, seq_id)
 
@@ -230,8 +232,11 @@ class Door:
         check_sample(body, self.desks.of(sampler.base_model).base.vocab_size)
         seed = random.getrandbits(63) if body.sampling_params.seed is None else body.sampling_params.seed
         payload = close_call(raw, seed)
+        desk = self.desks.of(sampler.base_model).sampling
         if await self._futures.submit(tenant, sampler.sampler_id, body.seq_id, "A", payload, bodies.canonical(raw)):
-            self.desks.of(sampler.base_model).sampling.add(open_call(sampler, body.seq_id, payload))
+            desk.add(open_call(sampler, body.seq_id, payload))
+        elif desk.find(sampler.sampler_id, body.seq_id) is None:
+            await self._draw(sampler, body.seq_id)  # a command that Redis did twice says "known" the second time
         return names.request_id(sampler.sampler_id, body.seq_id), body.num_samples
 
     async def retrieve(self, tenant: str, request_id: str) -> Future | Pending:

@@ -120,13 +120,22 @@ class FutureTable:
         self._done: dict[str, asyncio.Event] = {}
 
     async def submit(
-        self, tenant: str, owner: str, seq_id: int, kind: str, payload: bytes, digest: bytes = b""
+        self,
+        tenant: str,
+        owner: str,
+        seq_id: int,
+        kind: str,
+        payload: bytes,
+        digest: bytes = b"",
+        *,
+        awaited: bool = False,
     ) -> bool:
         """Logs a request; False when it is known. `digest` is of what must not change, the payload's unless given.
 
-        Raises `Reused` for another request of that number, `CapacityExhausted` beyond the tenant's limit.
+        Raises `Reused` for another request of that number, `CapacityExhausted` beyond the tenant's limit, which does
+        not hold for the one that is `awaited`.
         """
-        if self._pending[tenant] >= self._max_pending:
+        if self._pending[tenant] >= self._max_pending and not awaited:
             text = f"{self._pending[tenant]} futures of this tenant are open, the limit is {self._max_pending}"
             raise CapacityExhausted(f"{text}; wait for some of them")
         sha = hashlib.sha256(kind.encode() + (digest or payload)).hexdigest()

@@ -46,8 +46,8 @@ _REFUSED = (
     ("POST", "/sessions/search", "a search of sessions", "GET sessions lists them"),
     ("GET", "/sessions/{session}/trace_export", "an export of traces", "`reflux trace` and OpenTelemetry show them"),
     ("PUT", "/sessions/{session}/project", "a project of a session", "tenants keep sessions apart"),
-    ("POST", "/billing/usage/events", "billing", "/metrics counts what was done"),
-    ("POST", "/billing/usage/checkpoints/current", "billing", "GET checkpoints tells their sizes"),
+    ("GET", "/billing/usage/events", "billing", "/metrics counts what was done"),
+    ("GET", "/billing/usage/checkpoints/current", "billing", "GET checkpoints tells their sizes"),
     ("GET", "/audit", "an audit log", "the trainer's log names each operation"),
     ("DELETE", "/auth/apikey/me", "removing a key", "take it out of REFLUX_TINKER_KEYS_FILE"),
 )

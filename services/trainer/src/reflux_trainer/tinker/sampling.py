@@ -67,6 +67,7 @@ class SamplingDesk:
         self._gathering: dict[tuple[object, ...], Group] = {}
         self._calls: dict[tuple[str, int], Call] = {}
         self._groups: set[asyncio.Task[None]] = set()
+        self._endings: set[asyncio.Task[None]] = set()
         self._closed = False
 
     @property
@@ -80,6 +81,9 @@ class SamplingDesk:
         for task in self._groups:
             task.cancel()
         await asyncio.gather(*self._groups, return_exceptions=True)
+        for task in self._endings:
+            task.cancel()
+        await asyncio.gather(*self._endings, return_exceptions=True)
 
     def find(self, sampler_id: str, seq_id: int) -> Call | None:
         """An open call."""
@@ -110,6 +114,9 @@ class SamplingDesk:
         if call.task is not None and not any(
             each.task is call.task and not each.cancelled for each in self._calls.values()
         ):
+            for key, group in list(self._gathering.items()):
+                if group.calls[0].task is call.task:
+                    del self._gathering[key]  # nobody joins a group that ends
             call.task.cancel()
 
     async def cancel_all(self, sampler_id: str) -> None:
@@ -137,6 +144,13 @@ class SamplingDesk:
             await self._end(call, Outcome(text.encode(), failed="user" if user else "server"))
 
     async def _end(self, call: Call, outcome: Outcome) -> None:
+        """Records an end, whole even when the group's task is cancelled meanwhile."""
+        task = asyncio.create_task(self._record(call, outcome), name="tinker-end")
+        self._endings.add(task)
+        task.add_done_callback(self._endings.discard)
+        await asyncio.shield(task)
+
+    async def _record(self, call: Call, outcome: Outcome) -> None:
         while self._calls.pop((call.sampler.sampler_id, call.seq_id), None) is not None:
             try:
                 await self._futures.finish(call.sampler.sampler_id, call.seq_id, outcome)

@@ -99,6 +99,7 @@ class ModelWorker:
                         skipped = replace(progress, next_seq=progress.next_seq + 1)
                         await self._futures.move(self.model.model_id, progress, skipped)
                         continue
+                open_seqs = await self._futures.open_seqs(self.model.model_id)
             except (RedisError, StorageError) as error:
                 self._say(f"the state store does not answer ({type(error).__name__})")
                 await asyncio.sleep(_RETRY_SECONDS)
@@ -108,7 +109,6 @@ class ModelWorker:
                 self._say("internal error; it is tried again, the trainer's log says more")
                 await asyncio.sleep(10 * _RETRY_SECONDS)
                 continue
-            open_seqs = await self._futures.open_seqs(self.model.model_id)
             self._say(
                 f"waits for operation {progress.next_seq}, which has not arrived" if open_seqs else "", paused=False
             )
