@@ -19,10 +19,19 @@ SERVICES = ["sandbox", "valkey", "trainer", "weight-broker", "inference-gateway"
 ROLES = ["engine", "rollout", "learner"]
 
 
-async def run_to_the_end(harness, name, victims, after_seconds=0.0):
+KINDS = [
+    {},
+    {"staleness": "pace", "max_lag": 2},
+    {"staleness": "drop", "oversampling": 1.5},
+    {"in_flight": "adaptive", "max_lag": 2, "curriculum": "pass_rate"},
+]
+"""Ways to fill a batch, over which the random moments go round."""
+
+
+async def run_to_the_end(harness, name, victims, after_seconds=0.0, **rl):
     """Starts a run, kills the victims one after another, sees each come back, checks the ledger at the end."""
     steps = STEPS * len(victims)
-    created = await harness.create(small_run(name, rl={"steps": steps, "kl_coefficient": 0.01}))
+    created = await harness.create(small_run(name, rl={"steps": steps, "kl_coefficient": 0.01, **rl}))
     for number, victim in enumerate(victims):
         running = await harness.wait_step(created.name, STEPS * number + 3)
         assert running.state == Run.STATE_RUNNING, running.message
@@ -80,7 +89,8 @@ async def test_a_run_survives_kill_9(harness, victims):
 async def test_a_run_survives_kill_9_of_any_process_at_any_time(harness, seed):
     victims = [*ROLES, *SERVICES]
     victim = victims[seed % len(victims)]
-    await run_to_the_end(harness, f"soak-{victim}-{seed}", [victim], after_seconds=(seed * 0.37) % 2.0)
+    kind = KINDS[(seed + seed // len(victims)) % len(KINDS)]
+    await run_to_the_end(harness, f"soak-{victim}-{seed}", [victim], after_seconds=(seed * 0.37) % 2.0, **kind)
 
 
 @pytest.mark.slow
