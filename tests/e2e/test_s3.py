@@ -74,6 +74,7 @@ def wait_listening(port):
             time.sleep(0.05)
 
 
+@pytest.mark.slow
 async def test_a_run_resumes_on_a_fresh_stack_from_what_it_streamed_to_s3(s3, tmp_path, monkeypatch):
     monkeypatch.setenv("REFLUX_OBJECT_STORE", f"s3://{BUCKET}/lab")
     monkeypatch.setenv("REFLUX_S3_ENDPOINT", s3.endpoint)

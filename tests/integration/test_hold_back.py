@@ -14,6 +14,9 @@ from reflux_sandbox import hold_back
 from reflux_sandbox.hold_back import held_next, holding_back
 from reflux_sandbox.settings import SandboxSettings
 
+OPEN = {"stack_secret": "", "token": ""}
+"""Without tokens, whatever the environment of a stack beside says."""
+
 
 @pytest.mark.parametrize(
     ("holding", "depth", "expected"),
@@ -31,7 +34,7 @@ async def test_a_deep_queue_holds_and_a_watcher_that_dies_leaves_nothing_held(mo
     async def depths():
         return depth
 
-    settings = GatewaySettings(listen="127.0.0.1:0", http_listen="127.0.0.1:0", drain_seconds=0)
+    settings = GatewaySettings(listen="127.0.0.1:0", http_listen="127.0.0.1:0", drain_seconds=0, **OPEN)
     async with (
         build(settings) as service,
         running(service, settings) as bound,
@@ -47,7 +50,7 @@ async def test_a_deep_queue_holds_and_a_watcher_that_dies_leaves_nothing_held(mo
                         return
                     await asyncio.sleep(0.02)
 
-        sandbox = SandboxSettings(gateway_address=bound.grpc, hold_groups_above=10)
+        sandbox = SandboxSettings(gateway_address=bound.grpc, hold_groups_above=10, **OPEN)
         async with holding_back(sandbox, depths):
             await until([])
             depth["full"] = 11
@@ -67,7 +70,7 @@ async def test_a_gateway_that_is_away_costs_nothing_but_a_line(caplog, monkeypat
     async def depths():
         return {"full": 100}
 
-    async with holding_back(SandboxSettings(gateway_address="127.0.0.1:1", hold_groups_above=10), depths):
+    async with holding_back(SandboxSettings(gateway_address="127.0.0.1:1", hold_groups_above=10, **OPEN), depths):
         async with asyncio.timeout(10):
             while "does not hold groups back" not in caplog.text:
                 await asyncio.sleep(0.05)
