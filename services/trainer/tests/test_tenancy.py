@@ -14,6 +14,7 @@ from reflux_kit import auth
 from reflux_kit.channel import open_channel
 from reflux_kit.errors import StartupError
 from reflux_kit.settings import ServiceSettings
+from reflux_trainer import supervisor
 from reflux_trainer.tenancy import load_tenancy
 
 SECRET = "the stack's own secret"
@@ -121,6 +122,28 @@ async def test_a_repeated_request_is_the_same_run_for_its_tenant_and_another_one
         assert first.name == again.name != foreign.name
         await create(own)  # the quota is full now
         assert (await create(own, request_id)).name == first.name
+
+
+async def test_an_id_that_collides_with_another_tenants_run_gives_nothing_away(world, quotas, monkeypatch):
+    monkeypatch.setattr(supervisor, "new_run_id", lambda config, request_id, tenant="": "collides-0")
+    async with world.trainer(**quotas), called_by(world, "physics") as own, called_by(world, "chemistry") as other:
+        await create(own)
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await create(other)
+        assert refused.value.code() is grpc.StatusCode.NOT_FOUND
+        assert list((await TrainerServiceStub(other).ListRuns(pb.ListRunsRequest())).runs) == []
+
+
+async def test_resumes_at_once_stay_within_the_quota(world, quotas):
+    async with world.trainer(**quotas), called_by(world, "physics") as channel:
+        stub, ended = TrainerServiceStub(channel), []
+        for number in range(4):
+            run = await create(channel, name=f"e{number}")
+            await stub.CancelRun(pb.CancelRunRequest(name=run.name))
+            ended.append(run.name)
+        calls = [stub.ResumeRun(pb.ResumeRunRequest(name=name)) for name in ended]
+        found = await asyncio.gather(*calls, return_exceptions=True)
+        assert sum(not isinstance(each, BaseException) for each in found) == 2
 
 
 async def test_a_tenant_without_a_quota_starts_nothing(world, quotas):

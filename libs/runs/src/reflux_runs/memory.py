@@ -1,6 +1,6 @@
 """Memory that a run will need, predicted from its run file: pure arithmetic on shapes, nothing is loaded.
 
-Parts that do not depend on the run are measured (docs/operate.md has the figures and how well the sums agree with
+Parts that do not depend on the run are measured (docs/training.md has the figures and how well the sums agree with
 processes that were run).
 """
 

@@ -151,7 +151,6 @@ class Supervisor:
         if run in self._active:
             await asyncio.wait([self._active[run].task])
         reached = await self._store.operation(run)
-        self._tenancy.check_room(record.tenant, config, await self._store.unfinished())
 
         def again(found: RunRecord) -> RunRecord:
             # Read again: another trainer or request may have resumed it since.
@@ -160,7 +159,9 @@ class Supervisor:
             pending = replace(found.to("PENDING"), paused=False, config=config, job="", fruitless=0, reached=reached)
             return replace(pending, attempt=found.attempt + 1)
 
-        record = await self._store.update(run, again)
+        async with self._admission:
+            self._tenancy.check_room(record.tenant, config, await self._store.unfinished())
+            record = await self._store.update(run, again)
         self._begin(record)
         return record
 
@@ -225,9 +226,11 @@ class Supervisor:
         tenant = self._tenancy.caller
         made = RunRecord(run, config, created_at=time.time(), folder=str(folder), attempt=attempt, tenant=tenant)
         async with self._admission:
-            if tenant and not await self._store.knows(run):  # else the request is a repeated one
+            if await self._store.knows(run):  # a repeated request, unless two ids collide
+                record = self._tenancy.check_owner(await self._store.get(run))
+            else:
                 self._tenancy.check_room(tenant, config, await self._store.unfinished())
-            record = await self._store.create(replace(made, forked_from=forked_from))
+                record = await self._store.create(replace(made, forked_from=forked_from))
         if not record.ended and run not in self._active:
             self._begin(record)
         return record

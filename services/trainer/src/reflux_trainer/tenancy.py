@@ -58,7 +58,7 @@ class Tenancy:
         if quota is None:
             raise PermissionDenied(f"tenant {tenant!r} has no quota: REFLUX_TRAINER_TENANTS_FILE does not name it")
         own = [record for record in unfinished if record.tenant == tenant]
-        engines = config.fleet.engines + sum(record.config.fleet.engines for record in own)
+        engines = sum(_engines(each) for each in (config, *(record.config for record in own)))
         names = ", ".join(record.run for record in own[:10])
         for what, used, bound in (("runs", len(own) + 1, quota.max_runs), ("engines", engines, quota.max_engines)):
             if bound and used > bound:
@@ -66,6 +66,11 @@ class Tenancy:
                 raise CapacityExhausted(
                     f"tenant {tenant!r} may have {bound} {what} under way, this would make {used}; {way}", tenant=tenant
                 )
+
+
+def _engines(config: RunConfig) -> int:
+    """Replicas of the run's own; those of a shared fleet are the fleet's."""
+    return 0 if config.fleet.shared else config.fleet.engines
 
 
 def load_tenancy(path: str) -> Tenancy:
