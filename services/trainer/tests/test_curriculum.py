@@ -13,12 +13,13 @@ from redis.asyncio import from_url
 from trainer_world import Run, config, create, finish, short
 
 from reflux_trainer.curriculum import CANDIDATES, MAX_STRATA, PassRates
-from reflux_trainer.figures import known_rates
+from reflux_trainer.figures import curriculum_figures, known_rates
 from reflux_trainer.problems import chosen_problem
 from reflux_trainer.queue.keys import RunKeys
+from reflux_trainer.queue.records import Grade, Group, Sample
 
 strata = st.lists(st.sampled_from(["a", "b", "c"]), min_size=1, max_size=6)
-observed = st.lists(st.tuples(st.sampled_from(["a", "b"]), st.floats(-2.0, 3.0)), max_size=60)
+observed = st.lists(st.tuples(st.sampled_from(["a", "b"]), st.floats(0.0, 1.0)), max_size=60)
 
 
 @given(observed, strata, st.floats(0.0, 1.0, exclude_max=True))
@@ -26,8 +27,8 @@ def test_every_choice_is_one_of_the_candidates_and_every_kind_keeps_a_share(
     seen: list[tuple[str, float]], asked: list[str], draw: float
 ) -> None:
     rates = PassRates()
-    for stratum, reward in seen:
-        rates.observe(stratum, reward)
+    for stratum, solved in seen:
+        rates.observe(stratum, solved)
     assert 0 <= rates.choose(asked, draw) < len(asked)
     assert all(0.0 <= rate <= 1.0 for rate in rates.rates.values())
     assert all(0.1 <= rates.weight(stratum) <= 1.0 for stratum in asked)
@@ -70,6 +71,18 @@ def test_no_problem_is_asked_twice_and_without_rates_none_is_left_out() -> None:
     assert sum(number % 2 == 0 for number in chosen) / 400 == pytest.approx(1.0 / 1.1, abs=0.06)
     assert chosen == [chosen_problem(task, rates, 7, index) for index in range(400)]
     assert [chosen_problem(task, None, 7, index) for index in range(5)] == list(range(5))
+
+
+def test_a_rate_counts_answers_that_are_wholly_right_and_no_others() -> None:
+    rates, grades = (
+        PassRates(),
+        [Grade("scored", 1.0), Grade("scored", 0.9), Grade("invalid", 0.0), Grade("timeout", 1.0)],
+    )
+    sample = Sample([1], [-1.0], "stop", [])
+    group = Group(0, 0, [1], [sample] * 4, grades, 0.0, 0.0, 0.0, 0.0, 0.0, "w", stratum="a")
+    figures = curriculum_figures(rates, [group])
+    assert rates.rates["a"] == pytest.approx(0.5 + 0.05 * (1 / 3 - 0.5))
+    assert figures == {"curriculum/pass_rate/a": rates.rates["a"], "curriculum/share/a": 1.0}
 
 
 async def test_a_run_asks_by_pass_rate_and_its_ledger_stays_whole(world) -> None:

@@ -28,11 +28,11 @@ class PassRates:
         """`known`: rates by kind, as `figures` told them."""
         self._rates = dict(known or {})
 
-    def observe(self, stratum: str, reward: float) -> None:
-        """A group's mean reward, taken from 0 to 1; trained or filtered does not matter."""
+    def observe(self, stratum: str, solved: float) -> None:
+        """The share of a group's answers that are wholly right; trained or filtered does not matter."""
         name = self._name(stratum)
         rate = self._rates.get(name, _UNKNOWN)
-        self._rates[name] = rate + _STEP * (min(1.0, max(0.0, reward)) - rate)
+        self._rates[name] = rate + _STEP * (solved - rate)
 
     def weight(self, stratum: str) -> float:
         """From `_FLOOR` to 1."""

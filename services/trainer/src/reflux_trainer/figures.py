@@ -40,7 +40,7 @@ def curriculum_figures(rates: PassRates, finished: Sequence[Group]) -> dict[str,
     """Takes in the groups of a step, and tells pass rate and share of each kind of problem."""
     for group in finished:
         if (known := _known(group)).size:
-            rates.observe(group.stratum, float(known.mean()))
+            rates.observe(group.stratum, float((known >= _SOLVED).mean()))
     asked = Counter(group.stratum for group in finished)
     shares = {f"curriculum/share/{name}": count / asked.total() for name, count in asked.items()}
     return {f"{_PASS_RATE}{name}": rate for name, rate in rates.rates.items()} | shares
