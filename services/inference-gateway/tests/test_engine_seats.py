@@ -81,3 +81,23 @@ async def test_an_adapter_that_the_broker_refused_is_opened_anew():
         assert (served.open, len(served.budgets)) == (["a"], 2)
     with pytest.raises(WrongState, match="REFLUX_ENGINE_MAX_ADAPTERS"):
         await Seats(0, 8, served).attach("a", SPEC, 60.0)
+
+
+async def test_a_call_that_is_cancelled_while_its_seat_opens_leaves_nobody_there():
+    served, gate = Served(), asyncio.Event()
+
+    @asynccontextmanager
+    async def slowly(name, spec):
+        await gate.wait()
+        async with served(name, spec) as works:
+            yield works
+
+    seats = Seats(1, 8, slowly)
+    async with seats.running():
+        attaching = asyncio.create_task(seats.attach("a", SPEC, 60.0))
+        await asyncio.sleep(0.01)
+        attaching.cancel()
+        await asyncio.gather(attaching, return_exceptions=True)
+        gate.set()
+        await seats.attach("b", SPEC, 60.0)
+        assert (served.open, seats.taken) == (["b"], ("b",))

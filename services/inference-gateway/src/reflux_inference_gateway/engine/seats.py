@@ -8,7 +8,7 @@ import contextvars
 import logging
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 
 from reflux_kit.errors import CapacityExhausted, InvalidRequest, WrongState
@@ -89,11 +89,10 @@ class Seats:
         # An empty context: the deadline and the trace of the call that attaches are not the seat's.
         context = contextvars.Context()
         seat.task = asyncio.create_task(self._sit(name, seat), name=f"seat of {name}", context=context)
-        try:
+        with ExitStack() as undone:
+            undone.callback(seat.left.set)  # a call that is cancelled, or whose seat does not open, leaves nobody there
             await asyncio.shield(seat.opened)
-        except BaseException:
-            seat.left.set()
-            raise
+            undone.pop_all()
         self._seats[name] = seat
         log.info("adapter %s has seat %d of %d", name, len(self._seats), self._most)
         return seat
@@ -103,7 +102,7 @@ class Seats:
             async with self._opened(name, seat.spec) as works:
                 seat.opened.set_result(works)
                 await seat.left.wait()
-        except Exception as error:
+        except Exception as error:  # task boundary: whoever attaches gets it
             if seat.opened.done():
                 raise
             seat.opened.set_exception(error)
