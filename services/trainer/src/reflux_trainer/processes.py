@@ -8,14 +8,13 @@ from uuid import NAMESPACE_OID, uuid5
 
 import grpc
 
-from reflux.common.v1 import common_pb2
 from reflux.inference_gateway.v1 import inference_gateway_service_pb2 as gateway_pb
 from reflux.inference_gateway.v1 import replica_pb2
 from reflux.scheduler.v1 import job_pb2
 from reflux.scheduler.v1 import scheduler_service_pb2 as pb
 from reflux_kit import auth
 from reflux_runs.config import RunConfig
-from reflux_trainer.jobs import CPUS, ENDED, MAX_RESTARTS, MODULES, cancel_job
+from reflux_trainer.jobs import ENDED, cancel_job, is_alive, role
 from reflux_trainer.peers import Peers
 from reflux_trainer.shared import SharedSeats, served_model
 from reflux_trainer.watchdog import Waits
@@ -57,17 +56,8 @@ class RunProcesses:
 
     async def start(self, known_job: str) -> str:
         """Takes over the job of an earlier attempt when it still runs, or creates one; returns its name."""
-        self.job = known_job if known_job and await self._alive(known_job) else await self._create()
+        self.job = known_job if known_job and await is_alive(self._peers, known_job) else await self._create()
         return self.job
-
-    async def _alive(self, job: str) -> bool:
-        try:
-            answer = await self._peers.scheduler.GetJob(pb.GetJobRequest(name=job), timeout=10.0, wait_for_ready=True)
-        except grpc.aio.AioRpcError as error:
-            if error.code() is grpc.StatusCode.NOT_FOUND:
-                return False
-            raise
-        return answer.job.state not in ENDED
 
     async def _create(self) -> str:
         fleet = self._config.fleet
@@ -76,14 +66,14 @@ class RunProcesses:
         request = pb.CreateJobRequest(
             request_id=str(uuid5(NAMESPACE_OID, f"{self._run}/{self._attempt}")),
             display_name=self._run,
-            roles=[self._role(role, count) for role, count in counts.items() if count],
+            roles=[self._role(name, count) for name, count in counts.items() if count],
         )
         answer = await self._peers.scheduler.CreateJob(request, timeout=30.0, wait_for_ready=True)
         if answer.job.state == job_pb2.Job.STATE_FAILED:
             raise JobEnded(f"the scheduler cannot place the run: {answer.job.message}")
         return answer.job.name
 
-    def _role(self, role: str, count: int) -> job_pb2.RoleSpec:
+    def _role(self, name: str, count: int) -> job_pb2.RoleSpec:
         settings = self._peers.settings
         environment = {
             "REFLUX_RUN": self._run,
@@ -96,15 +86,8 @@ class RunProcesses:
         if self._config.deterministic:
             environment |= _ONE_ROW
         if settings.stack_secret:
-            environment["REFLUX_TOKEN"] = auth.mint(settings.stack_secret, role, self._run)
-        return job_pb2.RoleSpec(
-            role=role,
-            count=count,
-            resources=common_pb2.Resources(cpus=CPUS[role]),
-            argv=["python", "-m", MODULES[role]],
-            environment=[job_pb2.EnvironmentVariable(name=name, value=value) for name, value in environment.items()],
-            max_restarts=MAX_RESTARTS,
-        )
+            environment["REFLUX_TOKEN"] = auth.mint(settings.stack_secret, name, self._run)
+        return role(name, name, environment, count)
 
     async def keep_seats(self) -> None:
         """Holds the run's seats on a shared fleet until it is cancelled; returns at once without one."""

@@ -24,9 +24,10 @@ from reflux_kit.errors import ServiceError
 from reflux_kit.scope import ADAPTERS
 from reflux_runs.config import RunConfig
 from reflux_runs.errors import ConfigError, Refusal
+from reflux_trainer.jobs import role
 from reflux_trainer.model_source import ADAPTER
 from reflux_trainer.peers import Peers
-from reflux_trainer.standing import StandingJob, role
+from reflux_trainer.standing import StandingJob
 
 log = logging.getLogger(__name__)
 

@@ -3,16 +3,15 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from uuid import NAMESPACE_OID, uuid5
 
 import grpc
 
-from reflux.common.v1 import common_pb2
 from reflux.scheduler.v1 import job_pb2
 from reflux.scheduler.v1 import scheduler_service_pb2 as pb
 from reflux_kit.errors import Unavailable
-from reflux_trainer.jobs import CPUS, ENDED, MAX_RESTARTS, MODULES, cancel_job
+from reflux_trainer.jobs import cancel_job, is_alive
 from reflux_trainer.peers import Peers
 
 log = logging.getLogger(__name__)
@@ -56,12 +55,9 @@ class StandingJob:
 
     async def _alive(self, job: str) -> bool:
         try:
-            answer = await self._peers.scheduler.GetJob(pb.GetJobRequest(name=job), timeout=10.0, wait_for_ready=True)
+            return await is_alive(self._peers, job)
         except grpc.aio.AioRpcError as error:
-            if error.code() is grpc.StatusCode.NOT_FOUND:
-                return False
             raise Unavailable(f"the scheduler does not answer ({error.code().name})") from None
-        return answer.job.state not in ENDED
 
     async def _create(self, start: int) -> None:
         request_id = str(uuid5(NAMESPACE_OID, f"{self._key}/{start}"))
@@ -74,15 +70,3 @@ class StandingJob:
             raise Unavailable(f"the scheduler cannot place {self._name}: {job.message}")
         log.info("%s starts as %s", self._name, job.name)
         await self._peers.redis.set(self._key, f"{start} {job.name}")
-
-
-def role(name: str, kind: str, environment: Mapping[str, str], count: int = 1) -> job_pb2.RoleSpec:
-    """A role of a standing job."""
-    return job_pb2.RoleSpec(
-        role=name,
-        count=count,
-        resources=common_pb2.Resources(cpus=CPUS[kind]),
-        argv=["python", "-m", MODULES[kind]],
-        environment=[job_pb2.EnvironmentVariable(name=key, value=value) for key, value in environment.items()],
-        max_restarts=MAX_RESTARTS,
-    )

@@ -15,8 +15,9 @@ from reflux.scheduler.v1 import job_pb2
 from reflux_kit import auth
 from reflux_kit.errors import StartupError
 from reflux_kit.scope import ADAPTERS
+from reflux_trainer.jobs import role
 from reflux_trainer.peers import Peers
-from reflux_trainer.standing import StandingJob, role
+from reflux_trainer.standing import StandingJob
 
 _POLL_SECONDS = 0.2
 
