@@ -1,13 +1,18 @@
 """Checkpoints between tenants and in time, polls of whole sessions, and routes that are refused by name."""
 
 import asyncio
+from dataclasses import replace
 
 import aiohttp
+import httpx
 import pytest
+import redis.asyncio
 import tinker
 from tinker import types
-from tinker_world import KEY, datum, done, model_of, sample, sampled, sampler_of, session_of, train
+from tinker.cli.auth_api import AuthApiError, TinkerAuthApi
+from tinker_world import KEY, LORA, datum, done, model_of, sample, sampled, sampler_of, session_of, train
 
+from reflux_trainer.tinker.catalog import Catalog
 from reflux_trainer.tinker.door import Door
 
 STRANGER = "tml-stranger"
@@ -86,11 +91,50 @@ async def test_a_copy_outlives_its_source_and_the_same_call_makes_no_second_one(
         await rest.delete_checkpoint(training.model_id, "weights/three")
         copied = await service.create_training_client_from_state_with_optimizer(first["tinker_path"])
         assert (await train(copied, [datum([1, 2, 3, 4])])).metrics["loss:sum"] == straight
-        other = (await training.save_state("three")).path
-        status, refused = await tinker_world.post("copy_weights", body | {"source_path": other})
-        assert status == 200, refused  # the same address is the same source
+        assert (await training.save_state("three")).path == source
+        assert (await tinker_world.post("copy_weights", body))[1] == first  # the same address is the same source
 
     await tinker_world.with_sdk(use)
+
+
+async def test_a_slot_holds_one_thing(tinker_world):
+    async with tinker_world.trainer():
+        session, model = await model_of(tinker_world)
+        mine, other = await saved(tinker_world, model), await saved(tinker_world, model, "other", 2)
+        copying = {"session_id": session, "model_seq_id": 1, "source_path": mine}
+        assert (await tinker_world.post("copy_weights", copying))[0] == 200
+        training = {"session_id": session, "model_seq_id": 1, "base_model": "tiny", "lora_config": LORA}
+        loading = {"session_id": session, "model_seq_id": 1, "path": mine, "optimizer": True}
+        for verb, body, holds in (
+            ("copy_weights", copying | {"source_path": other}, f"a copy of {mine}"),
+            ("copy_weights", copying | {"model_seq_id": 0}, "a model that is trained"),
+            ("create_model", training, f"a copy of {mine}"),
+            ("load_weights", loading, f"a copy of {mine}"),
+        ):
+            status, refused = await tinker_world.post(verb, body)
+            assert (verb, status) == (verb, 409)
+            assert holds in refused["error"]
+
+
+async def test_what_is_overwritten_while_it_is_published_keeps_its_new_bytes(tinker_world, valkey_url, monkeypatch):
+    async with tinker_world.trainer(), redis.asyncio.from_url(valkey_url) as client:
+        _, model = await model_of(tinker_world)
+        path = await saved(tinker_world, model)
+        catalog = Catalog(client)
+        stored = await catalog.any_model(model)
+        before = await catalog.checkpoint(stored.tenant, path)
+        over = replace(before, seq_id=7, weights={"objects": [["new", 1, "sum"]]})
+        change, overwriting = catalog._change, [over]
+
+        async def late(**call):
+            if overwriting:
+                await catalog.add_checkpoint(overwriting.pop())
+            return await change(**call)
+
+        monkeypatch.setattr(catalog, "_change", late)
+        await catalog.change_checkpoint(stored.tenant, path, public=True)
+        assert not overwriting
+        assert await catalog.checkpoint(stored.tenant, path) == replace(over, public=True)
 
 
 @pytest.mark.parametrize("field", ["destination_project_id", "weights_access_token"])
@@ -171,7 +215,18 @@ async def test_routes_that_are_not_served_say_what_to_do_instead(tinker_world):
             status, answer = await request(tinker_world, method, path, {} if method == "POST" else None)
             assert (status, answer["category"]) == (400, "user")
             assert words in answer["error"]
-        status, me = await request(tinker_world, "GET", "auth/apikey/me")
-        assert status == 200
-        assert me["user_urn"].startswith("urn:reflux:tenant:")
-        assert KEY not in me["user_urn"]
+
+
+async def test_the_sdks_login_knows_the_tenant_of_a_key(tinker_world):
+    def who(key):
+        with httpx.Client(timeout=20) as http:
+            return TinkerAuthApi(http, base_url=tinker_world.http).get_self_api_key(key)
+
+    async with tinker_world.trainer():
+        mine, again, other = [await asyncio.to_thread(who, key) for key in (KEY, KEY, STRANGER)]
+        assert mine == again
+        assert (mine.key_id, mine.name) != (other.key_id, other.name)
+        assert mine.name == mine.details.user_details.email
+        assert KEY not in mine.model_dump_json()
+        with pytest.raises(AuthApiError, match="401"):
+            await asyncio.to_thread(who, "not-a-key")

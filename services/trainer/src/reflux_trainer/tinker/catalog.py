@@ -2,10 +2,10 @@
 
 import time
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, TypeVar
 
-from reflux_kit.errors import NotFound
+from reflux_kit.errors import Conflict, NotFound
 from reflux_trainer.queue.client import RedisClient
 from reflux_trainer.tinker import names
 from reflux_trainer.tinker.records import Checkpoint, Lora, Model, Record, Sampler, Session, Weights
@@ -13,6 +13,13 @@ from reflux_trainer.tinker.records import Checkpoint, Lora, Model, Record, Sampl
 R = TypeVar("R", bound=Record)
 _ALIVE = "tinker:alive"
 """Sorted set of sessions by the Unix time of their last sign of life."""
+_TRIES = 20
+_CHANGE = """
+if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
+redis.call('SET', KEYS[1], ARGV[2])
+if ARGV[4] == '' then redis.call('ZREM', KEYS[2], ARGV[3]) else redis.call('ZADD', KEYS[2], ARGV[4], ARGV[3]) end
+return 1
+"""
 _CLIENTS_SECONDS = 30 * 86400
 """How long clients of a sampling session are counted after the last one that joined."""
 _EXPIRING = "tinker:expiring"
@@ -24,6 +31,7 @@ class Catalog:
 
     def __init__(self, redis: RedisClient) -> None:
         self._redis = redis
+        self._change = redis.register_script(_CHANGE)
 
     async def add_session(self, session: Session) -> None:
         """Stores a session and counts it as alive."""
@@ -64,9 +72,19 @@ class Catalog:
             await self._redis.zadd(f"tinker:models:{of}", {model.model_id: model.created_at})
 
     async def make_model(
-        self, tenant: str, session: str, number: int, base: str, lora: Lora, metadata: Mapping[str, Any] | None
+        self,
+        tenant: str,
+        session: str,
+        number: int,
+        base: str,
+        lora: Lora,
+        metadata: Mapping[str, Any] | None = None,
+        copied_from: str = "",
     ) -> Model:
-        """Stores model `number` of a session, and returns it, or the one that is there. Raises NotFound."""
+        """Stores model `number` of a session, and returns it, or the one that is there.
+
+        Raises NotFound, and Conflict where the slot is taken by a copy of something else, or by what is no copy.
+        """
         model = Model(
             model_id=names.model_id(session, number),
             session_id=session,
@@ -75,9 +93,14 @@ class Catalog:
             created_at=time.time(),
             lora=asdict(lora),
             user_metadata=metadata,
+            copied_from=copied_from,
         )
         await self.add_model(model)
-        return await self.model(tenant, model.model_id)
+        found = await self.model(tenant, model.model_id)
+        if found.copied_from != copied_from:
+            holds = f"a copy of {found.copied_from}" if found.copied_from else "a model that is trained"
+            raise Conflict(f"{found.model_id} holds {holds}; take another model_seq_id")
+        return found
 
     async def model(self, tenant: str, model_id: str) -> Model:
         """Raises NotFound."""
@@ -142,11 +165,7 @@ class Catalog:
         return found
 
     async def _stored(self, uri: str) -> Checkpoint:
-        raw = await self._redis.get(f"tinker:checkpoint:{uri}")
-        found = Checkpoint.from_json(raw) if raw else None
-        if found is None or (found.expires_at is not None and found.expires_at < time.time()):
-            raise NotFound(f"there is no checkpoint {uri}")
-        return found
+        return _kept(uri, await self._redis.get(f"tinker:checkpoint:{uri}"))
 
     async def join_sampler(self, sampler_id: str) -> int:
         """A number for one more client of a sampling session; the first client is 0."""
@@ -162,6 +181,21 @@ class Catalog:
         ]
         parsed = [Checkpoint.from_json(raw) for raw in found if raw]
         return [each for each in parsed if each.expires_at is None or each.expires_at >= time.time()]
+
+    async def change_checkpoint(self, tenant: str, uri: str, **changes: Any) -> None:
+        """Changes fields of a checkpoint of the tenant's own; where it is overwritten meanwhile, of the new one.
+
+        Raises NotFound, also for one that is removed meanwhile, and Conflict for one that changes all the time.
+        """
+        key = f"tinker:checkpoint:{uri}"
+        await self.model(tenant, names.parse_uri(uri).model)
+        for _ in range(_TRIES):
+            before = await self._redis.get(key)
+            changed = replace(_kept(uri, before), **changes)
+            expires_at = "" if changed.expires_at is None else changed.expires_at
+            if await self._change(keys=[key, _EXPIRING], args=[before, changed.to_json(), uri, expires_at]):
+                return
+        raise Conflict(f"{uri} changes too often; try again")
 
     async def remove_checkpoint(self, checkpoint: Checkpoint) -> None:
         """Forgets a checkpoint; its objects are the caller's to remove."""
@@ -181,3 +215,11 @@ class Catalog:
         if found is None or found.tenant != tenant:  # pyright: ignore[reportAttributeAccessIssue]
             raise NotFound(f"there is no {what} {name[:120]!r}")
         return found
+
+
+def _kept(uri: str, raw: bytes | None) -> Checkpoint:
+    """What a checkpoint's key holds. Raises NotFound for none, and for one whose time is over."""
+    found = Checkpoint.from_json(raw) if raw else None
+    if found is None or (found.expires_at is not None and found.expires_at < time.time()):
+        raise NotFound(f"there is no checkpoint {uri}")
+    return found

@@ -58,6 +58,8 @@ class Model(Record):
     created_at: float
     lora: dict[str, Any]
     user_metadata: Mapping[str, Any] | None = None
+    copied_from: str = ""
+    """Checkpoint that the slot holds a copy of; such a slot is not trained."""
 
     @property
     def adapter(self) -> str:

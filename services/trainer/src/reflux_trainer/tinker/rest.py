@@ -1,5 +1,6 @@
 """The routes of the Tinker API that list and tend what there is: sessions, runs, checkpoints, and what is refused."""
 
+import zlib
 from typing import Any
 
 from aiohttp import web
@@ -154,7 +155,11 @@ async def _expire(request: web.Request) -> web.Response:
 
 
 async def _whoami(request: web.Request) -> web.Response:
-    return web.json_response({"user_urn": f"urn:reflux:tenant:{request[TENANT]}", "org_urn": "urn:reflux:stack"})
+    """What `tinker auth login` shows and keeps: a key is known by its tenant, which has no address of mail."""
+    tenant = request[TENANT]
+    details = {"org_details": {"name": "reflux"}, "user_details": {"email": tenant}}
+    number = zlib.crc32(tenant.encode())
+    return web.json_response({"key_id": number, "name": tenant, "note": "", "details": details})
 
 
 def _refused(what: str, instead: str) -> Handler:

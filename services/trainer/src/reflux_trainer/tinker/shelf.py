@@ -1,9 +1,10 @@
 """Checkpoints after they were saved: published, kept for a time, copied, removed."""
 
 import time
+from contextlib import suppress
 from dataclasses import asdict, replace
 
-from reflux_kit.errors import Conflict, InvalidRequest, NotFound
+from reflux_kit.errors import InvalidRequest, NotFound
 from reflux_trainer.tinker import bodies
 from reflux_trainer.tinker.blobs import Blobs, folder_of
 from reflux_trainer.tinker.catalog import Catalog
@@ -21,14 +22,12 @@ class Shelf:
 
     async def publish(self, tenant: str, uri: str, *, public: bool) -> None:
         """Lets other tenants read it, or no longer. Raises NotFound."""
-        checkpoint = await self._catalog.checkpoint(tenant, uri)
-        await self._catalog.add_checkpoint(replace(checkpoint, public=public))
+        await self._catalog.change_checkpoint(tenant, uri, public=public)
 
     async def expire(self, tenant: str, uri: str, body: bodies.Expiry) -> None:
         """Keeps it for so long from now on, or for good. Raises NotFound."""
-        checkpoint = await self._catalog.checkpoint(tenant, uri)
         expires_at = None if body.ttl_seconds is None else time.time() + body.ttl_seconds
-        await self._catalog.add_checkpoint(replace(checkpoint, expires_at=expires_at))
+        await self._catalog.change_checkpoint(tenant, uri, expires_at=expires_at)
 
     async def copy(self, tenant: str, body: bodies.CopyWeights) -> str:
         """Copies a checkpoint that may be read into a slot of the caller's session; returns its address.
@@ -49,19 +48,11 @@ class Shelf:
             raise InvalidRequest(
                 f"{body.source_path} has {source.stored.size_bytes} bytes, {_MAX_COPY_BYTES} are copied"
             )
-        lora = Lora(**source.lora)
-        model = await self._catalog.make_model(
-            tenant, body.session_id, body.model_seq_id, source.base_model, lora, None
-        )
+        slot, lora = (body.session_id, body.model_seq_id), Lora(**source.lora)
+        model = await self._catalog.make_model(tenant, *slot, source.base_model, lora, copied_from=source.uri)
         uri = CheckpointUri(model.model_id, source.kind, parse_uri(source.uri).name)
-        try:
-            present = await self._catalog.checkpoint(tenant, str(uri))
-        except NotFound:
-            present = None
-        if present is not None:
-            if present.copied_from != source.uri:
-                raise Conflict(f"{uri} exists and is no copy of {source.uri}; take another model_seq_id")
-            return str(uri)
+        with suppress(NotFound):
+            return (await self._catalog.checkpoint(tenant, str(uri))).uri
         await self._catalog.add_checkpoint(
             replace(
                 source,
